@@ -1,0 +1,43 @@
+"""Analyzers turn observations into a score. ``get(name)`` finds one, built in or from a package."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import cast
+
+from ..errors import ProgramError
+from .attention_tracker import AttentionTracker
+from .base import Analyzer, AnalyzerOptions, Spans
+
+GROUP = "vllm_hook.analyzers"
+BUILT_IN: dict[str, type[Analyzer]] = {AttentionTracker.name: AttentionTracker}
+
+__all__ = ["BUILT_IN", "GROUP", "Analyzer", "AnalyzerOptions", "AttentionTracker", "Spans", "get", "names"]
+
+
+def names() -> list[str]:
+    """All known analyzers, sorted."""
+    return sorted({*BUILT_IN, *_installed()})
+
+
+def get(name: str) -> Analyzer:
+    """The analyzer called ``name``, ready to use: from the entry-point group, else built in.
+
+    ProgramError if there is none (it lists those known), or if a package's entry does not load.
+    """
+    entry = _installed().get(name)
+    if name in BUILT_IN and (entry is None or entry.value.startswith(f"{__name__}.")):
+        return BUILT_IN[name]()
+    if entry is None:
+        raise ProgramError("analyzers", f"unknown analyzer {name!r}; known: {', '.join(names())}")
+    try:
+        found = entry.load()
+    except Exception as e:
+        raise ProgramError("analyzers", f"analyzer {name!r} ({entry.value}) does not load: {e}") from e
+    if not isinstance(found, type) or not all(hasattr(found, part) for part in ("name", "Options", "score")):
+        raise ProgramError("analyzers", f"{entry.value} is no analyzer class with name, Options and score")
+    return cast(Analyzer, found())
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {e.name: e for e in entry_points(group=GROUP)}

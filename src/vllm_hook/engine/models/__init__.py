@@ -1,0 +1,1 @@
+"""Where the sites of each model family are."""

@@ -1,0 +1,311 @@
+"""The front end's side: programs by name, admission of requests, results on outputs.
+
+One instance wraps one engine (``LLMEngine`` or ``AsyncLLM``). Only requests that use a program are
+touched; all others pass through unchanged.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.utils.async_utils import make_async
+from vllm.v1.engine import FinishReason
+
+from ..errors import CapacityError, ProgramError, SiteError, UnsupportedError
+from ..program.checked import Observation
+from ..program.request import RequestSpec, parse_request
+from ..program.resolve import resolve
+from ..program.schema import (
+    CosineReduction,
+    NormReduction,
+    ProbeReduction,
+    ProjectionReduction,
+    Reduction,
+    TokensSpan,
+)
+from ..runtime.loading import LoadedProgram, load_program
+from ..runtime.requests import PAYLOAD_KEY, Lane, payload
+from ..sites import site
+from .chat import carry_chat, read_prompt
+from .output import Collector, Context, Use
+from .settings import Settings
+
+#: Key of ``SamplingParams.extra_args`` with which a request names its programs.
+REQUEST_KEY = "hook"
+
+#: Largest result of one request, and largest dense attention of one observation, in bytes.
+RESULT_BYTES = 1 << 30
+ATTENTION_BYTES = 64 << 20
+
+
+class Payload(dict):
+    """The resolved form of a request as plain data. Within the front end it also carries its context;
+    serializers see a dict."""
+
+    context: Context
+
+
+class Frontend:
+    """Programs, admission and results of one engine."""
+
+    def __init__(self, engine: Any, settings: Settings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.programs: dict[str, LoadedProgram] = {}
+        self.outbox: list[tuple[Any, ...]] = []
+        self._in_use: Counter[str] = Counter()
+        self._max_len = int(engine.vllm_config.model_config.max_model_len)
+        self._item = engine.vllm_config.model_config.dtype.itemsize
+        inputs, outputs = engine.input_processor, engine.output_processor
+        self._process_inputs = inputs.process_inputs
+        self._add_request = outputs.add_request
+        self._process_outputs = outputs.process_outputs
+        inputs.process_inputs = self.process_inputs
+        inputs.process_inputs_async = make_async(self.process_inputs, executor=inputs.renderer._executor)
+        outputs.add_request = self.add_request
+        outputs.process_outputs = self.process_outputs
+        self._inputs, self._outputs = inputs, outputs
+        carry_chat(inputs.renderer)
+        _extend_outputs()
+
+    # -- programs ---------------------------------------------------------------------------
+
+    def add_program(self, loaded: LoadedProgram) -> LoadedProgram:
+        """Register a program for new requests; its tensors wait in ``outbox`` for the workers."""
+        missing = self.settings.armed.missing(loaded.needs)
+        if missing:
+            raise SiteError(
+                f"program {loaded.checked.name!r} needs {missing.describe()}, which this engine has not armed; "
+                f"armed: {self.settings.armed.describe()}. List it under `arm` when the engine starts"
+            )
+        name = loaded.checked.name
+        replaced = self.programs.get(name)
+        if loaded.tensors:
+            self.outbox.append(("set_tensors", loaded.digest, _tensor_blob(loaded)))
+        self.programs[name] = loaded
+        if replaced is not None:
+            self._drop(replaced.digest)
+        return loaded
+
+    def load(self, source: Any) -> LoadedProgram:
+        return self.add_program(load_program(source, self.settings.facts))
+
+    def remove_program(self, name: str) -> None:
+        """New requests cannot use it any more; running ones keep it."""
+        self._drop(self.find(name).digest, removed=name)
+
+    def find(self, name: str) -> LoadedProgram:
+        try:
+            return self.programs[name]
+        except KeyError:
+            known = ", ".join(sorted(self.programs)) or "none"
+            raise ProgramError(f"program {name!r}", f"is not loaded; loaded: {known}") from None
+
+    def _drop(self, digest: str, removed: str | None = None) -> None:
+        if removed is not None:
+            del self.programs[removed]
+        if not self._in_use[digest] and all(p.digest != digest for p in self.programs.values()):
+            self.outbox.append(("set_tensors", digest, None))
+
+    def _release(self, digests: Sequence[str]) -> None:
+        for digest in digests:
+            self._in_use[digest] -= 1
+            if not self._in_use[digest]:
+                del self._in_use[digest]
+                self._drop(digest)
+
+    # -- admission --------------------------------------------------------------------------
+
+    def process_inputs(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """Resolve a request's programs on its final tokens; what is wrong is refused here."""
+        extra = getattr(params, "extra_args", None) or {}
+        if PAYLOAD_KEY in extra:
+            raise ProgramError(f"extra_args[{PAYLOAD_KEY!r}]", "is reserved; name programs in extra_args['hook']")
+        programs, spec = self._select(extra)
+        request = self._process_inputs(request_id, prompt, params, *args, **kwargs)
+        if not programs:
+            return request
+        if kwargs.get("resumable"):
+            raise UnsupportedError("streaming-input sessions cannot use programs yet")
+        if not isinstance(params, SamplingParams):
+            raise UnsupportedError("pooling requests cannot use programs yet")
+        if request.prompt_token_ids is None:
+            raise UnsupportedError("prompts given as embeddings cannot use programs")
+        context = self._context(programs, spec, prompt, request.prompt_token_ids)
+        self._check_size(context, request.sampling_params)
+        resolved = [o for use in context.uses for o in use.resolved.observations]
+        data = Payload(payload(resolved, context.lanes, len(request.prompt_token_ids)))
+        data.context = context
+        request.sampling_params.extra_args = {**extra, PAYLOAD_KEY: data}
+        return request
+
+    def _select(self, extra: Mapping[str, Any]) -> tuple[list[LoadedProgram], RequestSpec | None]:
+        """Programs of a request: those it names in its order, then the ``always`` ones it did not name."""
+        spec = parse_request(extra.get(REQUEST_KEY))
+        named = [self.find(name) for name in (spec.use or () if spec is not None else ())]
+        always = [p for p in self.programs.values() if p.checked.apply == "always" and p not in named]
+        if spec is not None and spec.set:
+            raise UnsupportedError(f"set: {sorted(spec.set)}: interventions are not available in this version")
+        return [*named, *always], spec
+
+    def _context(
+        self, programs: Sequence[LoadedProgram], spec: RequestSpec | None, prompt: Any, token_ids: Sequence[int]
+    ) -> Context:
+        overrides = dict(spec.spans) if spec is not None else {}
+        known = {name for p in programs for name in p.checked.spans}
+        if unknown := sorted(set(overrides) - known):
+            raise ProgramError("hook.spans", f"no program in use has a span named {unknown[0]!r}; spans: {sorted(known)}")
+        with_text = any(
+            not isinstance(span, TokensSpan) and name not in overrides
+            for p in programs
+            for name, span in p.checked.spans.items()
+        )
+        view = read_prompt(prompt, token_ids, self._inputs.tokenizer, with_text)
+        uses = []
+        lanes: list[Lane] = []
+        for loaded in programs:
+            checked = loaded.checked
+            own = {name: span for name, span in overrides.items() if name in checked.spans}
+            uses.append(Use(checked, loaded.digest, resolve(checked, view, own)))
+            lanes += [lane_of(observation, loaded.digest) for observation in checked.observations]
+        context = Context(tuple(uses), tuple(lanes), tuple(token_ids))
+        digests = [use.digest for use in uses]
+        self._in_use.update(digests)
+        weakref.finalize(context, self._release, digests).atexit = False
+        return context
+
+    def _check_size(self, context: Context, params: SamplingParams) -> None:
+        prompt = len(context.prompt_ids)
+        end = min(self._max_len, prompt + (params.max_tokens or self._max_len))
+        total = 0
+        for (name, _, resolved), lane in zip(context.observations(), context.lanes, strict=True):
+            rows = sum(max(0, min(b if b is not None else end, end) - a) for a, b in resolved.rows)
+            size = rows * row_bytes(lane, self.settings, self._item, keys=end, spans=len(resolved.keys))
+            total += size
+            if lane.site == "attention" and size > ATTENTION_BYTES:
+                raise CapacityError(
+                    f"{name}: dense attention of {rows} rows over up to {end} keys for {len(lane.heads or ())} heads "
+                    f"would be {size >> 20} MiB; the limit is {ATTENTION_BYTES >> 20} MiB. "
+                    "Ask for fewer rows or heads, or for attention_mass over spans"
+                )
+        if total > RESULT_BYTES:
+            raise CapacityError(
+                f"the observations of this request could hold {total >> 20} MiB; the limit is {RESULT_BYTES >> 20} MiB. "
+                "Ask for fewer layers or positions, or for a reduction"
+            )
+
+    # -- results ----------------------------------------------------------------------------
+
+    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        out = self._add_request(request, *args, **kwargs)
+        params = request.sampling_params
+        data = (params.extra_args or {}).get(PAYLOAD_KEY) if params is not None else None
+        if data is not None:
+            _observe_state(self._outputs.request_states[request.request_id], Collector(data.context))
+        return out
+
+    def process_outputs(self, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for output in engine_core_outputs:
+            extra = output.kv_transfer_params
+            if extra is None or PAYLOAD_KEY not in extra:
+                continue
+            rows = extra[PAYLOAD_KEY]
+            rest = {key: value for key, value in extra.items() if key != PAYLOAD_KEY}
+            output.kv_transfer_params = rest or None
+            state = self._outputs.request_states.get(output.request_id)
+            if state is not None:
+                state._vllm_hook.add(rows)
+        return self._process_outputs(engine_core_outputs, *args, **kwargs)
+
+
+def lane_of(observation: Observation, digest: str) -> Lane:
+    """The device-side form of an observation."""
+    heads = observation.keep_heads if observation.heads is None else observation.heads
+    dtype = "float32" if observation.dtype == "float32" else None
+    return Lane(observation.site, observation.layers, heads, _reduction(observation.reduce, digest), dtype)
+
+
+def _reduction(reduce: Reduction | None, digest: str) -> tuple[str, ...] | None:
+    if reduce is None:
+        return None
+    if isinstance(reduce, NormReduction):
+        return ("norm",)
+    if isinstance(reduce, ProbeReduction):
+        return ("probe", f"{digest}/{reduce.probe}")
+    if isinstance(reduce, ProjectionReduction):
+        return ("projection", f"{digest}/{reduce.projection}")
+    if isinstance(reduce, CosineReduction):
+        return ("cosine", f"{digest}/{reduce.cosine}")
+    raise UnsupportedError(f"reduce: {type(reduce).__name__} is not available in this version")
+
+
+def row_bytes(lane: Lane, settings: Settings, item: int, keys: int, spans: int) -> int:
+    """Bytes of one row of a lane's result."""
+    if lane.site == "attention":
+        return 4 * len(lane.heads or ()) * keys
+    if lane.site == "attention_mass":
+        return 4 * len(lane.heads or ()) * spans
+    if lane.reduce is not None:
+        return 4 * len(lane.layers)
+    width = 1
+    for size in settings.facts.row_shape(lane.site):
+        width *= size
+    return width * len(lane.layers) * (4 if lane.dtype == "float32" else item)
+
+
+def _tensor_blob(loaded: LoadedProgram) -> bytes:
+    """A program's tensors as safetensors, named ``reference/part``."""
+    flat: dict[str, Tensor] = {}
+    for name, tensor in loaded.tensors.items():
+        parts = {"vector": tensor} if isinstance(tensor, Tensor) else tensor.tensors()
+        flat.update({f"{name}/{part}": t.contiguous() for part, t in parts.items()})
+    return bytes(save_safetensors(flat))
+
+
+def _observe_state(state: Any, collector: Collector) -> None:
+    """Make one request's state put the result on its last output."""
+    new_completion, new_request = state._new_completion_output, state._new_request_output
+    state._vllm_hook = collector
+
+    def _new_completion_output(token_ids: Any, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
+        output = new_completion(token_ids, finish_reason, *args, **kwargs)
+        if finish_reason is not None:
+            kept = state.detokenizer.output_token_ids
+            output.hook = collector.finish(kept, aborted=finish_reason == FinishReason.ABORT)
+        return output
+
+    def _new_request_output(external_req_id: str, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        output = new_request(external_req_id, outputs, *args, **kwargs)
+        output.hook = next((o.hook for o in outputs if o.hook is not None), None)
+        return output
+
+    state._new_completion_output = _new_completion_output
+    state._new_request_output = _new_request_output
+
+
+def _extend_outputs() -> None:
+    """Give vLLM's output classes a ``hook`` (None by default) that survives the merging of stream chunks."""
+    if hasattr(RequestOutput, "hook"):
+        return
+    setattr(RequestOutput, "hook", None)
+    setattr(CompletionOutput, "hook", None)
+    add = RequestOutput.add
+
+    def add_with_hook(self: Any, next_output: Any, aggregate: bool) -> None:
+        add(self, next_output, aggregate)
+        if next_output.hook is None:
+            return
+        self.hook = next_output.hook
+        for later in next_output.outputs:
+            for mine in self.outputs:
+                if mine.index == later.index and later.hook is not None:
+                    mine.hook = later.hook
+
+    RequestOutput.add = add_with_hook

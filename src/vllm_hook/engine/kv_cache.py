@@ -1,0 +1,83 @@
+"""Where the keys of a page lie, for every KV-cache layout that this package reads.
+
+Layouts are those of vLLM 0.32. An unknown one is refused by name at start-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention import Attention
+
+from ..errors import UnsupportedError
+from ..ops.attention import PageKeys
+from ..ops.reference import AttentionRule
+from ..runtime.collect import KeyReader
+
+#: Instruction sets of the CPU backend that store a page's keys as [D, N].
+_CPU_TRANSPOSED = ("vec", "vec16")
+
+
+def check_readable(attention: Attention) -> None:
+    """Refuse what cannot be read, before the engine serves. The cache itself need not exist yet."""
+    impl = attention.impl
+    backend = attention.attn_backend.get_name()
+    if backend != "CPU_ATTN":
+        raise UnsupportedError(f"attention sites: the KV cache of attention backend {backend} is not supported yet")
+    if str(attention.kv_cache_dtype).startswith(("fp8", "nvfp4", "int8")):
+        raise UnsupportedError(f"attention sites: a KV cache of dtype {attention.kv_cache_dtype} is not supported")
+    if not hasattr(impl, "scale"):
+        raise UnsupportedError(f"attention sites: {type(impl).__name__} (MLA?) is not supported")
+
+
+def key_reader(attention: Attention) -> KeyReader:
+    """Reader of one layer's keys, with the layer's own scale, window, soft-cap, sinks and ALiBi."""
+    cache = attention.kv_cache
+    return KeyReader(
+        page_keys=cpu_page_keys(cache, attention.isa, attention.head_size),
+        page_size=cache.shape[2],
+        group=attention.num_heads // attention.num_kv_heads,
+        rule=attention_rule(attention),
+    )
+
+
+def attention_rule(attention: Attention) -> AttentionRule:
+    impl: Any = attention.impl
+    window = impl.sliding_window
+    if isinstance(window, tuple):  # FlashAttention: (left, right), without the query itself
+        window = window[0] + 1 if window[0] >= 0 else None
+    slopes = impl.alibi_slopes
+    return AttentionRule(
+        scale=float(impl.scale),
+        window=window if window is not None and window > 0 else None,
+        soft_cap=float(impl.logits_soft_cap) if impl.logits_soft_cap else None,
+        sinks=getattr(impl, "sinks", None),
+        alibi=None if slopes is None else torch.as_tensor(slopes),
+    )
+
+
+def cpu_page_keys(cache: Tensor, isa: str, width: int) -> PageKeys:
+    """CPU backend: [pages, KV heads, N, 2D]; of each head's 2ND values the first half are keys.
+
+    ``vec``: keys [D, N], used where they lie. ``amx`` (bf16): keys [N/16, D/2, 16, 2], two
+    neighbouring widths side by side; a page is re-ordered as it is read.
+    """
+    pages, kv_heads, size, _ = cache.shape
+    keys = cache.view(pages, kv_heads, 2, size * width)[:, :, 0]
+    if isa in _CPU_TRANSPOSED:
+        transposed = keys.view(pages, kv_heads, width, size)
+        return lambda page, head: transposed[page, head]
+    if isa == "amx" and cache.dtype == torch.bfloat16:
+        tiles = keys.view(pages, kv_heads, size // 16, width // 2, 16, 2)
+        return lambda page, head: tiles[page, head].permute(1, 3, 0, 2).reshape(width, size)
+    raise UnsupportedError(f"attention sites: the CPU KV-cache layout {isa!r} ({cache.dtype}) is not supported")
+
+
+def page_list(table_row: Sequence[int] | Tensor, keys: int, page_size: int) -> list[int]:
+    """The first pages of a block-table row, enough for ``keys`` keys."""
+    n = -(-keys // page_size)
+    row = table_row[:n]
+    return [int(page) for page in row]

@@ -1,0 +1,195 @@
+"""The front end's side of one request: rows come in with outputs, a result leaves with the last."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import wire
+from ..analyzers import get as get_analyzer
+from ..program.checked import CheckedProgram, CheckedRule, Observation
+from ..program.resolve import ResolvedObservation, ResolvedProgram
+from ..results import HookResult, Observed, Score
+from ..runtime.plan import positions_within
+from ..runtime.requests import Lane
+from ..sites import site
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One program as one request uses it."""
+
+    program: CheckedProgram
+    digest: str
+    resolved: ResolvedProgram
+
+
+@dataclass(frozen=True)
+class Context:
+    """What was fixed at admission; shared by the n samples of a request. ``lanes`` run in the order
+    of the observations of all ``uses``."""
+
+    uses: tuple[Use, ...]
+    lanes: tuple[Lane, ...]
+    prompt_ids: Sequence[int]
+
+    def observations(self) -> list[tuple[str, Observation, ResolvedObservation]]:
+        """(qualified id, definition, resolved form), in the order of the payload."""
+        return [
+            (f"{use.program.name}/{definition.id}", definition, resolved)
+            for use in self.uses
+            for definition, resolved in zip(use.program.observations, use.resolved.observations, strict=True)
+        ]
+
+
+@dataclass
+class Collector:
+    """Accumulates the rows of one sample of a request."""
+
+    context: Context
+    chunks: dict[int, list[tuple[np.ndarray, Tensor]]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, records: Sequence[Any]) -> None:
+        for record in records:
+            if isinstance(record, str):
+                self.failures.append(record)
+                continue
+            index, positions, values = wire.unpack(record)
+            self.chunks.setdefault(index, []).append((positions, values))
+
+    def finish(self, token_ids: Sequence[int], aborted: bool) -> HookResult:
+        """The result for the tokens that were kept. Never raises: what is wrong is in ``errors``."""
+        context = self.context
+        tokens = [*context.prompt_ids, *token_ids]
+        observed: dict[str, Observed] = {}
+        errors: dict[str, str] = {}
+        for index, (name, definition, resolved) in enumerate(context.observations()):
+            wanted = wanted_positions(resolved, tokens, len(context.prompt_ids))
+            value, missing = assemble(self.chunks.get(index, []), wanted, context.lanes[index])
+            observed[name] = describe(definition, resolved, context.lanes[index], wanted, value)
+            if missing:
+                errors[name] = self._why(missing, aborted)
+        self.chunks.clear()
+        scores, failed = score_all(context.uses, observed, errors)
+        result = HookResult(
+            observed=observed,
+            scores=scores,
+            errors={**errors, **failed},
+            programs=[(use.program.name, use.digest) for use in context.uses],
+        )
+        apply_tags(context.uses, result)
+        return result
+
+    def _why(self, missing: list[int], aborted: bool) -> str:
+        cause = "; ".join(dict.fromkeys(self.failures)) or (
+            "the request was aborted" if aborted else "the engine did not deliver them"
+        )
+        shown = ", ".join(map(str, missing[:6])) + (", ..." if len(missing) > 6 else "")
+        return f"{len(missing)} of the positions asked for are missing ({shown}): {cause}"
+
+
+def wanted_positions(resolved: ResolvedObservation, tokens: Sequence[int], prompt_len: int) -> np.ndarray:
+    """Positions asked for, among those that were fed to the model: the last token never is."""
+    fed = max(len(tokens) - 1, prompt_len)
+    wanted = positions_within(resolved.rows, 0, fed)
+    if not resolved.token_ids:
+        return wanted
+    extra = [p for p in range(prompt_len, fed) if tokens[p] in resolved.token_ids]
+    return np.union1d(wanted, np.asarray(extra, dtype=wanted.dtype))
+
+
+def assemble(
+    chunks: Sequence[tuple[np.ndarray, Tensor]], wanted: np.ndarray, lane: Lane
+) -> tuple[Tensor | None, list[int]]:
+    """Rows at exactly ``wanted``, in order, from rows in any order; of a position run twice the last counts.
+
+    Returns the values (rows on dim 1) and the positions that are missing.
+    """
+    if not chunks:
+        return None, wanted.tolist()
+    if lane.site == "attention":
+        width = max(v.shape[-1] for _, v in chunks)
+        chunks = [(p, torch.nn.functional.pad(v, (0, width - v.shape[-1]))) for p, v in chunks]
+    positions = np.concatenate([p for p, _ in chunks])
+    values = chunks[0][1] if len(chunks) == 1 else torch.cat([v for _, v in chunks], dim=1)
+    if np.array_equal(positions, wanted):
+        return values, []
+    at = {int(p): i for i, p in enumerate(positions)}
+    missing = [int(p) for p in wanted if int(p) not in at]
+    index = torch.tensor([at[int(p)] for p in wanted if int(p) in at], dtype=torch.long)
+    values = values[:, index]
+    if lane.site == "attention" and len(wanted):
+        values = values[..., : int(wanted[-1]) + 1]
+    return values, missing
+
+
+def describe(
+    definition: Observation, resolved: ResolvedObservation, lane: Lane, wanted: np.ndarray, values: Tensor | None
+) -> Observed:
+    """Name the axes. Without any row the values are empty, with the other axes as they would be."""
+    attention = site(lane.site).kind == "attention"
+    heads: Any = list(lane.heads or ()) if attention else None
+    keys = [name for name, _ in resolved.keys] if lane.site == "attention_mass" else None
+    if values is None:
+        shape = (len(heads), 0, len(keys or ())) if attention else (len(lane.layers), 0)
+        values = torch.zeros(shape)
+    return Observed(
+        site=definition.site,
+        values=values,
+        positions=wanted.tolist(),
+        layers=list(lane.layers),
+        heads=heads,
+        keys=keys,
+    )
+
+
+def score_all(
+    uses: Sequence[Use], observed: Mapping[str, Observed], errors: Mapping[str, str]
+) -> tuple[dict[str, Score], dict[str, str]]:
+    """Run every program's analyzers; an analyzer that fails is an error of its own, not of the request."""
+    scores: dict[str, Score] = {}
+    failed: dict[str, str] = {}
+    for use in uses:
+        program = use.program
+        for analysis in program.analyses:
+            name = f"{program.name}/{analysis.id}"
+            inputs = {i: observed[f"{program.name}/{i}"] for i in analysis.observe}
+            if bad := [i for i in inputs if f"{program.name}/{i}" in errors]:
+                failed[name] = f"not scored: observation {bad[0]!r} is incomplete"
+                continue
+            try:
+                analyzer = get_analyzer(analysis.analyzer)()
+                options = analyzer.Options.model_validate(dict(analysis.options))
+                scores[name] = analyzer.score(inputs, {k: list(v) for k, v in use.resolved.spans.items()}, options)
+            except Exception as error:
+                logger.exception("analyzer %s failed", name)
+                failed[name] = f"analyzer {analysis.analyzer!r} failed: {type(error).__name__}: {error}"
+    return scores, failed
+
+
+def apply_tags(uses: Sequence[Use], result: HookResult) -> None:
+    """``do: tag`` rules: the reason (or the condition's subject) of each rule that holds."""
+    for use in uses:
+        for rule in use.program.rules:
+            if rule.do == "tag" and _holds(rule, use.program.name, result):
+                result.tags.append(rule.reason or rule.subject)
+
+
+def _holds(rule: CheckedRule, program: str, result: HookResult) -> bool:
+    name = f"{program}/{rule.subject}"
+    if rule.test == "flagged":
+        return name in result.scores and bool(result.scores[name].flagged)
+    if name in result.errors or name not in result.observed:
+        return False
+    values = result.observed[name].values
+    assert rule.bound is not None
+    return bool((values > rule.bound).any() if rule.test == "above" else (values < rule.bound).any())

@@ -1,0 +1,225 @@
+"""The worker's side: arms the model, plans each step, collects its rows. One per model runner.
+
+``runner_v1`` and ``runner_v2`` say how each of vLLM's two model runners describes a batch; all
+else is here. A failure of ours never reaches the engine: the step's observed requests are told,
+and the sites fall idle.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load as load_safetensors
+from torch import nn
+
+from ..errors import UnsupportedError
+from ..runtime.buffers import SiteBank
+from ..runtime.collect import KeyReader, Record, collect
+from ..runtime.plan import BatchView, StepPlan, make_plan
+from ..runtime.requests import Tracker
+from . import kv_cache
+from .models import decoder
+from .settings import Settings
+
+logger = logging.getLogger(__name__)
+
+#: Attribute of ModelRunnerOutput that carries a step's rows to the scheduler.
+OUTPUT_KEY = "vllm_hook"
+
+#: What a step yields: rows by request id, and requests whose rows were lost with the reason.
+StepRows = tuple[dict[str, list[Record]], dict[str, str]]
+
+
+class Adapter(Protocol):
+    """How one of vLLM's model runners describes its batch."""
+
+    def block_row(self, group: int, batch_index: int) -> Any:
+        """Block table row of a request of the current step, in pages of the attention kernel."""
+        ...
+
+
+class RunnerHook:
+    """State of one model runner. ``adapter`` is set by the module that installs it."""
+
+    adapter: Adapter
+
+    def __init__(self, settings: Settings, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self.settings = settings
+        self.model = model
+        self.device = device
+        self.attention = decoder.attention_layers(model)
+        for name, layer, _ in settings.armed:
+            if name == "attention":
+                kv_cache.check_readable(self.attention[layer])
+        with device:
+            self.bank = SiteBank(
+                settings.armed, settings.facts, settings.last_rows, settings.all_rows, dtype, device
+            )
+        decoder.attach(model, self.bank.taps, settings.facts)
+        self.tracker = Tracker()
+        self._readers: dict[int, KeyReader] = {}
+        self._groups: dict[int, int] = {}
+        self._plan: StepPlan | None = None
+        self._rows: StepRows = ({}, {})
+        self._lost: dict[str, str] = {}
+        self._view: BatchView | None = None
+        logger.info(
+            "vLLM Hook armed %s: %.1f MB", settings.armed.describe(), self.bank.bytes() / 1e6
+        )
+
+    # -- one step ---------------------------------------------------------------------------
+
+    def begin(self, scheduler_output: Any, known_tokens: Callable[[Any], int]) -> None:
+        """Take note of who left and who came. ``known_tokens``: tokens of a request that enters again."""
+        self.tracker.finish(scheduler_output.finished_req_ids)
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.sampling_params is None:
+                continue
+            try:
+                self.tracker.add(new.req_id, new.sampling_params.extra_args, known_tokens(new))
+            except Exception as error:
+                logger.exception("vLLM Hook cannot observe request %s", new.req_id)
+                self._lost[new.req_id] = f"the worker could not take the request: {type(error).__name__}: {error}"
+
+    def prepare(self, view: BatchView) -> None:
+        """After the engine has laid out the batch, before the forward pass."""
+        self._rows = ({}, {})
+        if not self.tracker.states:
+            return
+        with self._shield(view):
+            self._plan = make_plan(view, self.tracker.states)
+            if self._plan is not None:
+                self._view = view
+                self.bank.load(self._plan)
+
+    def forward_done(self) -> None:
+        """Right after the forward pass, while its pages and buffers are untouched."""
+        plan, self._plan = self._plan, None
+        if plan is None:
+            return
+        assert self._view is not None
+        with self._shield(self._view), torch.inference_mode():
+            self._rows = (collect(plan, self.bank, self.settings.facts, self), {})
+        self.bank.clear()
+
+    def cancel(self) -> None:
+        """The engine's own step failed: leave nothing active."""
+        self._plan = None
+        self._rows = ({}, {})
+        self.bank.clear()
+
+    def take_rows(self) -> StepRows:
+        (records, errors), self._rows = self._rows, ({}, {})
+        if self._lost:
+            errors, self._lost = {**errors, **self._lost}, {}
+        return records, errors
+
+    def attach(self, output: Any) -> Any:
+        """Put the step's rows on the runner's output, now or when an asynchronous one materialises."""
+        rows = self.take_rows()
+        if not rows[0] and not rows[1]:
+            return output
+        if hasattr(output, "get_output"):
+            materialise = output.get_output
+
+            def get_output() -> Any:
+                result = materialise()
+                setattr(result, OUTPUT_KEY, rows)
+                return result
+
+            output.get_output = get_output
+        else:
+            setattr(output, OUTPUT_KEY, rows)
+        return output
+
+    def _shield(self, view: BatchView) -> _Shield:
+        return _Shield(self, view)
+
+    def fail(self, view: BatchView, error: BaseException) -> None:
+        """Our own code failed: say so to every observed request of this step."""
+        self.cancel()
+        message = f"observation failed in the worker: {type(error).__name__}: {error}"
+        self._rows = ({}, {r: message for r in view.req_ids if r in self.tracker.states})
+
+    # -- KV cache (runtime.collect.Pages) ---------------------------------------------------
+
+    def reader(self, layer: int) -> KeyReader:
+        if layer not in self._readers:
+            self._readers[layer] = kv_cache.key_reader(self.attention[layer])
+        return self._readers[layer]
+
+    def pages(self, layer: int, batch_index: int, keys: int) -> Sequence[int]:
+        row = self.adapter.block_row(self._groups[layer], batch_index)
+        return kv_cache.page_list(row, keys, self.reader(layer).page_size)
+
+    def bind_kv_cache(self, kv_cache_config: Any) -> None:
+        """Which KV-cache group each attention layer belongs to. A new cache makes new readers."""
+        self._readers.clear()
+        names = {attention.layer_name: layer for layer, attention in self.attention.items()}
+        for group, spec in enumerate(kv_cache_config.kv_cache_groups):
+            for name in spec.layer_names:
+                if name in names:
+                    self._groups[names[name]] = group
+
+    # -- start-up and control ---------------------------------------------------------------
+
+    def prove(self, dummy_run: Callable[[], None]) -> None:
+        """One dummy forward must fire every armed op; otherwise the engine would observe nothing."""
+        if not self.bank.taps:
+            return
+        silent = self.bank.prove(dummy_run)
+        if silent:
+            names = ", ".join(f"{name}@{layer}" for name, layer in silent[:8])
+            raise UnsupportedError(
+                f"{len(silent)} of {len(self.bank.taps)} armed sites did not fire in a test run ({names}...): "
+                "the compiled model does not contain our ops. Remove vLLM's compile cache (VLLM_CACHE_ROOT) and start again"
+            )
+
+    def set_tensors(self, key: str, blob: bytes | None) -> None:
+        """Take over, or drop, the tensors of a loaded program. Running requests keep what they have."""
+        if blob is None:
+            for name in [k for k in self.tracker.tensors if k.startswith(f"{key}/")]:
+                del self.tracker.tensors[name]
+            return
+        for name, tensors in _grouped(load_safetensors(blob)):
+            self.tracker.tensors[f"{key}/{name}"] = {part: t.to(self.device) for part, t in tensors.items()}
+
+    def status(self) -> dict[str, Any]:
+        """Plain data for ``collective_rpc``: what is armed and what is held."""
+        return {
+            "armed": self.settings.armed.to_json(),
+            "sites": list(decoder.supported_sites(self.model)),
+            "bytes": self.bank.bytes(),
+            "requests": len(self.tracker.states),
+            "tensors": sorted(self.tracker.tensors),
+            "fired": {f"{name}@{layer}": int(tap.fired) for (name, layer), tap in self.bank.taps.items()},
+        }
+
+
+class _Shield:
+    """Context in which an exception of ours is logged and reported to requests, not raised."""
+
+    def __init__(self, hook: RunnerHook, view: BatchView) -> None:
+        self._hook, self._view = hook, view
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if error is None or not isinstance(error, Exception):
+            return False
+        logger.error("vLLM Hook failed in this step; generation goes on", exc_info=error)
+        self._hook.fail(self._view, error)
+        return True
+
+
+def _grouped(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """``reference/part`` -> parts by reference."""
+    grouped: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        reference, _, part = name.rpartition("/")
+        grouped.setdefault(reference, {})[part] = tensor
+    yield from grouped.items()

@@ -1,0 +1,106 @@
+"""EngineCore's side: which prefix-cache reads are cut back, and how rows reach the front end.
+
+One instance wraps one scheduler; schedulers of engines that are not configured are not touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import wire
+from ..runtime.requests import PAYLOAD_KEY
+from .runner import OUTPUT_KEY
+from .settings import raw_config
+
+#: Attribute of a vLLM Request: prompt positions below it have been run before a preemption.
+_SEEN = "_vllm_hook_seen"
+
+
+class SchedulerHook:
+    """Rows wait here between steps that return nothing (chunks of a prompt) and the next output."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self._pending: dict[str, list[Any]] = {}
+        self._limit: int | None = None
+        self._update = scheduler.update_from_output
+        self._preempt = scheduler._preempt_request
+        scheduler.update_from_output = self.update_from_output
+        scheduler._preempt_request = self.preempt_request
+        manager = scheduler.kv_cache_manager
+        coordinator = manager.coordinator
+        self._computed = manager.get_computed_blocks
+        self._computed_for_connector = manager.get_computed_blocks_for_connector
+        self._longest = coordinator.find_longest_cache_hit
+        manager.get_computed_blocks = self._with_limit(self._computed)
+        manager.get_computed_blocks_for_connector = self._with_limit(self._computed_for_connector)
+        coordinator.find_longest_cache_hit = self._limited(self._longest)
+        if hasattr(coordinator, "find_longest_cache_hit_per_group"):
+            coordinator.find_longest_cache_hit_per_group = self._limited(coordinator.find_longest_cache_hit_per_group)
+
+    # -- prefix cache -----------------------------------------------------------------------
+
+    def _with_limit(self, lookup: Any) -> Any:
+        def get_computed_blocks(request: Any) -> Any:
+            self._limit = cache_limit(request)
+            try:
+                return lookup(request)
+            finally:
+                self._limit = None
+
+        return get_computed_blocks
+
+    def _limited(self, find: Any) -> Any:
+        def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
+            if self._limit is not None:
+                max_cache_hit_length = min(max_cache_hit_length, self._limit)
+            return find(block_hashes, max_cache_hit_length, *args, **kwargs)
+
+        return find_longest_cache_hit
+
+    def preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Rows run so far stay captured: after resumption they may come from the cache."""
+        seen = max(getattr(request, _SEEN, 0), request.num_computed_tokens)
+        setattr(request, _SEEN, seen)
+        return self._preempt(request, *args, **kwargs)
+
+    # -- results ----------------------------------------------------------------------------
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        records, errors = getattr(model_runner_output, OUTPUT_KEY, ({}, {}))
+        for req_id, rows in records.items():
+            packed = [wire.pack(r.index, r.positions, r.values) for r in rows]
+            self._pending.setdefault(req_id, []).extend(packed)
+        for req_id, message in errors.items():
+            self._pending.setdefault(req_id, []).append(message)
+        outputs = self._update(scheduler_output, model_runner_output)
+        if self._pending:
+            self._deliver(outputs)
+        return outputs
+
+    def _deliver(self, outputs: dict[int, Any]) -> None:
+        for per_client in outputs.values():
+            for output in per_client.outputs:
+                rows = self._pending.pop(output.request_id, None)
+                if rows is not None:
+                    output.kv_transfer_params = {**(output.kv_transfer_params or {}), PAYLOAD_KEY: rows}
+        for req_id in [r for r in self._pending if r not in self.scheduler.requests]:
+            del self._pending[req_id]
+
+
+def cache_limit(request: Any) -> int | None:
+    """How many tokens may be read from the prefix cache: up to the first prompt position that has to be run."""
+    params = request.sampling_params
+    data = (params.extra_args or {}).get(PAYLOAD_KEY) if params is not None else None
+    if not data or data["floor"] is None:
+        return None
+    seen = getattr(request, _SEEN, 0)
+    if seen >= request.num_prompt_tokens:
+        return None
+    return max(data["floor"], seen)
+
+
+def hook_scheduler(scheduler: Any) -> None:
+    """After ``Scheduler.__init__``; nothing happens on an engine that is not configured."""
+    if raw_config(scheduler.vllm_config) is not None and not hasattr(scheduler, "_vllm_hook"):
+        scheduler._vllm_hook = SchedulerHook(scheduler)

@@ -1,0 +1,196 @@
+"""HookLLM: vLLM's offline ``LLM`` with programs.
+
+It adds a ``hook`` argument to ``generate`` and ``chat`` and fills in ``additional_config``; all else
+is vLLM's own. Everything it does also works on a plain ``vllm.LLM`` through ``additional_config``
+and ``SamplingParams.extra_args``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import vllm
+from pydantic import BaseModel
+from vllm import SamplingParams
+
+from .analyzers import get as get_analyzer
+from .engine import control, plugin
+from .engine.frontend import REQUEST_KEY
+from .engine.settings import CONFIG_KEY
+from .errors import HookError, ProgramError, UnsupportedError
+from .program.schema import Program
+from .results import HookResult, Score
+
+#: What ``hook=`` may be for one prompt.
+Hook = "bool | str | Mapping[str, Any] | None"
+T = TypeVar("T")
+
+
+class HookLLM:
+    """A vLLM engine whose internals programs can read.
+
+    Args:
+        model: what ``vllm.LLM`` takes: a Hugging Face id or a folder.
+        programs: paths, dicts of the same schema, or ``Program`` objects. Their sites are armed.
+        config_file: the same for a single program.
+        arm: further sites to arm, ``{site: {"layers": "all" | [..], "rows": "last" | "all"}}``, for
+            programs that are loaded later. ``last`` serves the selectors last_prompt and generated.
+        **vllm_kwargs: the rest goes to ``vllm.LLM``.
+
+    Raises:
+        ProgramError, SiteError, ModelMismatchError: a program does not fit; nothing was started.
+        UnsupportedError: this vLLM or this set-up is not supported.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        programs: Sequence[Any] = (),
+        config_file: Any = None,
+        arm: Mapping[str, Mapping[str, Any]] | None = None,
+        **vllm_kwargs: Any,
+    ) -> None:
+        plugin.register()
+        if isinstance(programs, (str, Mapping, Program)):
+            raise ProgramError("programs", "give a list of programs (or config_file=... for a single one)")
+        sources = [*programs, *([config_file] if config_file is not None else [])]
+        extra = dict(vllm_kwargs.pop("additional_config", None) or {})
+        extra[CONFIG_KEY] = {
+            "programs": [_json_source(source) for source in sources],
+            "arm": {name: dict(spec) for name, spec in (arm or {}).items()},
+        }
+        self.llm = vllm.LLM(model=str(model), additional_config=extra, **vllm_kwargs)
+
+    # -- generating -------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Any, sampling_params: Any = None, *, hook: Any = True, **kwargs: Any
+    ) -> list[vllm.RequestOutput]:
+        """``vllm.LLM.generate``; each output has ``.hook``, a :class:`HookResult` or None.
+
+        ``hook``: True (default) uses every loaded program, False or None no program but the
+        ``always`` ones, a name or a request dict holds for every prompt, and a list gives one of
+        these for each prompt.
+        """
+        count = len(prompts) if isinstance(prompts, (list, tuple)) and not _is_token_ids(prompts) else 1
+        return self.llm.generate(prompts, self._params(sampling_params, count, hook), **kwargs)
+
+    def chat(
+        self, messages: Any, sampling_params: Any = None, *, hook: Any = True, **kwargs: Any
+    ) -> list[vllm.RequestOutput]:
+        """``vllm.LLM.chat`` with ``hook`` as in :meth:`generate`; spans by message work here."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        count = len(messages) if several else 1
+        return self.llm.chat(messages, self._params(sampling_params, count, hook), **kwargs)
+
+    def beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: vLLM's beam search builds its own parameters, so no program would reach it."""
+        raise UnsupportedError("beam search cannot use programs; call .llm.beam_search for a plain one")
+
+    def _params(self, params: Any, count: int, hook: Any) -> list[SamplingParams]:
+        params = params if params is not None else self.llm.get_default_sampling_params()
+        each = list(params) if isinstance(params, Sequence) else [params] * count
+        if len(each) != count:
+            raise ProgramError("sampling_params", f"{len(each)} given for {count} prompts")
+        hooks = list(hook) if isinstance(hook, (list, tuple)) else [hook] * count
+        if len(hooks) != count:
+            raise ProgramError(
+                "hook", f"a list gives one spec per prompt: {len(hooks)} given for {count} prompts; "
+                'several programs for all prompts are {"use": [...]}'
+            )
+        return [self._with_hook(p, h) for p, h in zip(each, hooks, strict=True)]
+
+    def _with_hook(self, params: SamplingParams, hook: Any) -> SamplingParams:
+        """A copy of ``params`` that names its programs; the caller's object is left as it is."""
+        if hook is True:
+            hook = {"use": list(self.frontend.programs)}
+        elif isinstance(hook, Mapping) and "use" not in hook:
+            hook = {"use": list(self.frontend.programs), **hook}
+        params = params.clone()
+        extra = dict(params.extra_args or {})
+        extra.pop(REQUEST_KEY, None)
+        if hook is not None and hook is not False:
+            extra[REQUEST_KEY] = dict(hook) if isinstance(hook, Mapping) else hook
+        params.extra_args = extra or None
+        return params
+
+    # -- scoring ----------------------------------------------------------------------------
+
+    def analyze(self, outputs: Any, analyzer: str | None = None, **options: Any) -> list[dict[str, Score]]:
+        """Score finished outputs again, from what they observed.
+
+        Without ``analyzer``, the scores that the programs gave. With one, that analyzer runs over
+        each result's observations with ``options``; the score stands under the analyzer's name.
+        """
+        results = [o if isinstance(o, HookResult) else o.hook for o in _as_list(outputs)]
+        if any(r is None for r in results):
+            raise HookError("analyze: an output has no hook result (it was generated with hook=False)")
+        return analyze(results, analyzer, **options)
+
+    # -- programs ---------------------------------------------------------------------------
+
+    @property
+    def frontend(self) -> Any:
+        return control.frontend_of(self.llm.llm_engine)
+
+    def load_program(self, source: Any) -> tuple[str, str]:
+        """Load a program, or replace the one of its name, for requests from now on. Returns (name, digest)."""
+        loaded = control.load(self.llm.llm_engine, source)
+        return loaded.checked.name, loaded.digest
+
+    def unload_program(self, name: str) -> None:
+        """Requests from now on cannot use it; running ones keep it."""
+        self.frontend.remove_program(name)
+        control.flush(self.llm.llm_engine)
+
+    def programs(self) -> list[tuple[str, str]]:
+        """(name, digest) of the loaded programs."""
+        return [(name, loaded.digest) for name, loaded in self.frontend.programs.items()]
+
+    def sites(self) -> dict[str, Any]:
+        """What this engine has: model facts, sites that could be armed, what is armed, bytes held."""
+        status = control.status(self.llm.llm_engine)
+        return {
+            "model": self.frontend.settings.facts,
+            "sites": status["sites"],
+            "armed": [tuple(t) for t in status["armed"]],
+            "bytes": status["bytes"],
+        }
+
+    # -- vLLM ---------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is vLLM's: ``get_tokenizer``, ``reset_prefix_cache``, ..."""
+        if name == "llm":
+            raise AttributeError(name)
+        return getattr(self.llm, name)
+
+
+def analyze(results: Sequence[HookResult], analyzer: str | None = None, **options: Any) -> list[dict[str, Score]]:
+    """See :meth:`HookLLM.analyze`; needs no engine."""
+    if analyzer is None:
+        return [dict(r.scores.items()) for r in results]
+    cls = get_analyzer(analyzer)
+    parsed: BaseModel = cls.Options.model_validate(options)  # type: ignore[attr-defined]
+    scored = []
+    for result in results:
+        observations = {name.rpartition("/")[2]: value for name, value in result.observed.items()}
+        scored.append({analyzer: cls().score(observations, result.spans, parsed)})
+    return scored
+
+
+def _json_source(source: Any) -> Any:
+    """The form in which a program travels in the configuration: a path, or plain data."""
+    if isinstance(source, Program):
+        return source.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return dict(source) if isinstance(source, Mapping) else str(source)
+
+
+def _is_token_ids(prompts: Any) -> bool:
+    return bool(prompts) and all(isinstance(t, int) for t in prompts)
+
+
+def _as_list(outputs: Any) -> list[Any]:
+    return cast("list[Any]", list(outputs) if isinstance(outputs, (list, tuple)) else [outputs])

@@ -1,0 +1,96 @@
+"""Attention of chosen query rows, read from the paged KV cache.
+
+Keys are used where they lie: each page is multiplied by the query rows of the heads that read it,
+and only the logits are kept. No copy of a request's keys is made, and no key or query of another
+position is stored.
+
+Shapes: N query rows, C chosen heads, D head width, P tokens a page, K keys, S spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .reference import AttentionRule, logits_to_probs
+
+Range = tuple[int, int]
+#: (page, KV head) -> that page's keys, [D, P]. A view where the cache layout allows it.
+PageKeys = Callable[[int, int], Tensor]
+
+#: Logits held at a time; more query rows are taken in blocks.
+LOGIT_BYTES = 16 << 20
+
+
+def attention_rows(
+    q_NHD: Tensor,
+    positions: Sequence[int],
+    heads: Sequence[int],
+    pages: Sequence[int],
+    page_keys: PageKeys,
+    page_size: int,
+    group: int,
+    rule: AttentionRule,
+) -> Tensor:
+    """Probabilities [C, N, K] float32, K = last position + 1. ``pages`` lists the request's pages in order."""
+    keys = max(positions) + 1
+    n, _, width = q_NHD.shape
+    q = q_NHD.float()
+    logits = torch.empty(len(heads), n, keys, dtype=torch.float32, device=q.device)
+    for kv_head, members in _by_kv_head(heads, group).items():
+        q_kv = q[:, [heads[i] for i in members]].transpose(0, 1).reshape(-1, width) * rule.scale
+        index = torch.tensor(members, device=q.device)
+        for i in range(_first_page(positions, page_size, rule), -(-keys // page_size)):
+            stop = min((i + 1) * page_size, keys)
+            k = page_keys(pages[i], kv_head)[:, : stop - i * page_size].float()
+            logits[index, :, i * page_size : stop] = (q_kv @ k).view(len(members), n, -1)
+        first = _first_page(positions, page_size, rule) * page_size
+        logits[index, :, :first] = 0.0
+    where = torch.tensor(positions, device=q.device)
+    return logits_to_probs(logits, where, torch.tensor(list(heads), device=q.device), rule)
+
+
+def attention_mass(
+    q_NHD: Tensor,
+    positions: Sequence[int],
+    heads: Sequence[int],
+    spans: Sequence[Sequence[Range]],
+    pages: Sequence[int],
+    page_keys: PageKeys,
+    page_size: int,
+    group: int,
+    rule: AttentionRule,
+) -> Tensor:
+    """Attention summed over key spans: [C, N, S] float32. A span is a list of half-open ranges."""
+    out = torch.empty(len(heads), len(positions), len(spans), dtype=torch.float32, device=q_NHD.device)
+    for a, b in row_blocks(positions, len(heads)):
+        probs = attention_rows(
+            q_NHD[a:b], positions[a:b], heads, pages, page_keys, page_size, group, rule
+        )
+        for s, ranges in enumerate(spans):
+            out[:, a:b, s] = sum(probs[:, :, i:j].sum(-1) for i, j in ranges)
+    return out
+
+
+def row_blocks(positions: Sequence[int], heads: int) -> list[Range]:
+    """Cut query rows into blocks whose logits fit :data:`LOGIT_BYTES`."""
+    if not positions:
+        return []
+    step = max(1, LOGIT_BYTES // (4 * heads * (max(positions) + 1)))
+    return [(a, min(a + step, len(positions))) for a in range(0, len(positions), step)]
+
+
+def _by_kv_head(heads: Sequence[int], group: int) -> dict[int, list[int]]:
+    members: dict[int, list[int]] = {}
+    for i, head in enumerate(heads):
+        members.setdefault(head // group, []).append(i)
+    return members
+
+
+def _first_page(positions: Sequence[int], page_size: int, rule: AttentionRule) -> int:
+    """Pages before every row's window may have been given back: they are never read."""
+    if rule.window is None:
+        return 0
+    return max(0, min(positions) - rule.window + 1) // page_size

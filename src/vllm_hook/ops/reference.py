@@ -1,0 +1,89 @@
+"""Plain-torch definitions. Every faster path is tested against these.
+
+Shapes: T tokens of a step, D width of a row, R rows, H heads, K keys, S spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Index of the row count in a row table; the rows follow it.
+COUNT = 0
+
+
+def tap(h_TD: Tensor, residual_TD: Tensor | None, rows_R: Tensor) -> Tensor:
+    """Rows of ``h + residual`` (of ``h`` alone without a residual), in the stream's own dtype."""
+    picked = h_TD[rows_R]
+    return picked if residual_TD is None else picked + residual_TD[rows_R]
+
+
+def probe(h_RD: Tensor, weight_D: Tensor, bias: Tensor, mean_D: Tensor | None, scale_D: Tensor | None) -> Tensor:
+    """Raw logit of a linear probe, float32 [R]: ``w . ((h - mean) / scale) + b``."""
+    x = h_RD.float()
+    if mean_D is not None:
+        x = x - mean_D
+    if scale_D is not None:
+        x = x / scale_D
+    return x @ weight_D + bias
+
+
+def projection(h_RD: Tensor, vector_D: Tensor) -> Tensor:
+    """Length along the unit vector, float32 [R]: ``h . v / |v|``."""
+    return h_RD.float() @ (vector_D / vector_D.norm())
+
+
+def cosine(h_RD: Tensor, vector_D: Tensor) -> Tensor:
+    """Cosine to a vector, float32 [R]; 0 for a row of zeros."""
+    h = h_RD.float()
+    return (h @ (vector_D / vector_D.norm())) / h.norm(dim=-1).clamp_min(1e-30)
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """How one layer turns q.k into probabilities.
+
+    ``window``: a query at position i sees keys j with i - window < j <= i (None: all j <= i).
+    ``soft_cap``: s -> cap * tanh(s / cap), applied after the scale (None: off).
+    ``sinks``: a learned logit per head that joins the softmax and is dropped (GPT-OSS).
+    ``alibi``: slope per head; adds slope * (j - i) to the logit (arXiv 2108.12409).
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    alibi: Tensor | None = None
+
+
+def logits_to_probs(
+    logits_HRK: Tensor, positions_R: Tensor, heads: Tensor, rule: AttentionRule
+) -> Tensor:
+    """Softmax over keys of already scaled logits, causal, by the rule of the layer. float32."""
+    logits = logits_HRK
+    if rule.soft_cap:
+        logits = rule.soft_cap * torch.tanh(logits / rule.soft_cap)
+    keys = torch.arange(logits.shape[-1], device=logits.device)
+    if rule.alibi is not None:
+        distance = (keys[None, :] - positions_R[:, None]).to(logits.dtype)
+        logits = logits + rule.alibi[heads].to(logits.dtype)[:, None, None] * distance
+    hidden = keys[None, :] > positions_R[:, None]
+    if rule.window is not None:
+        hidden |= keys[None, :] <= positions_R[:, None] - rule.window
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if rule.sinks is None:
+        return torch.softmax(logits, dim=-1)
+    sink = rule.sinks[heads].to(logits.dtype)[:, None, None].expand(*logits.shape[:2], 1)
+    return torch.softmax(torch.cat([logits, sink], dim=-1), dim=-1)[..., :-1]
+
+
+def attention(
+    q_RHD: Tensor, k_KGD: Tensor, positions_R: Tensor, heads: Tensor, rule: AttentionRule
+) -> Tensor:
+    """Probabilities [len(heads), R, K] of query rows over contiguous keys; head h reads KV head h // (H / G)."""
+    group = q_RHD.shape[1] // k_KGD.shape[1]
+    q = q_RHD.float()[:, heads].transpose(0, 1)
+    k = k_KGD.float()[:, heads // group].transpose(0, 1)
+    return logits_to_probs(q @ k.transpose(1, 2) * rule.scale, positions_R, heads, rule)

@@ -1,0 +1,129 @@
+"""BatchView x requests -> StepPlan: which rows of this step go where. Pure, numpy only.
+
+Everything is keyed by (request, observation, absolute position), never by order of arrival.
+Chunked prefill, preemption, re-ordered batches and rows run twice need no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Union
+
+import numpy as np
+
+from .requests import Lane, Ranges, RequestState, Watch
+
+Rows = np.ndarray
+Index = Union[slice, np.ndarray]
+
+
+@dataclass(frozen=True)
+class BatchView:
+    """The rows of a step. Request i owns rows ``starts[i]:starts[i + 1]``, the first of them at
+    absolute position ``first[i]``."""
+
+    req_ids: Sequence[str]
+    starts: Sequence[int]
+    first: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one request within a lane: ``lane rows [a:b]`` lie at ``positions``."""
+
+    req_id: str
+    batch_index: int
+    watch: Watch
+    positions: np.ndarray
+    a: int
+    b: int
+
+
+@dataclass(frozen=True)
+class LanePlan:
+    """``index[table]`` finds the lane's rows, in the order of its pieces, in the buffers that follow a table."""
+
+    lane: Lane
+    pieces: tuple[Piece, ...]
+    index: Mapping[int, Index]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """``tables[t]`` are the rows of the step that a site following table t takes; no row twice."""
+
+    tables: tuple[Rows, ...]
+    table_of: Mapping[tuple[str, int], int]
+    lanes: tuple[LanePlan, ...]
+
+
+def make_plan(view: BatchView, states: Mapping[str, RequestState]) -> StepPlan | None:
+    """Plan a step; None when it holds no row that anybody asked for."""
+    found: dict[Lane, list[tuple[str, int, Watch, np.ndarray, int]]] = {}
+    for i, req_id in enumerate(view.req_ids):
+        state = states.get(req_id)
+        if state is None:
+            continue
+        first, start = int(view.first[i]), int(view.starts[i])
+        stop = first + int(view.starts[i + 1]) - start
+        state.high = max(state.high, stop)
+        low = max(first, state.skip_below)
+        for watch in state.watches:
+            positions = positions_within(watch.rows, low, stop)
+            if positions.size:
+                found.setdefault(watch.lane, []).append((req_id, i, watch, positions, start - first))
+    if not found:
+        return None
+    rows = {lane: np.concatenate([p + shift for _, _, _, p, shift in entries]) for lane, entries in found.items()}
+    tables, table_of, members = _share_tables(rows)
+    lanes = []
+    for lane, entries in found.items():
+        used = {table_of[lane.tap_site, layer] for layer in lane.layers}
+        index = {t: _locate(rows[lane], tables[t], alone=len(members[t]) == 1) for t in used}
+        lanes.append(LanePlan(lane, _pieces(entries), index))
+    return StepPlan(tuple(tables), table_of, tuple(lanes))
+
+
+def positions_within(ranges: Ranges, low: int, high: int) -> np.ndarray:
+    """Positions of ``ranges`` within [low, high), ascending; the ranges are sorted and disjoint."""
+    runs = [
+        np.arange(max(a, low), high if b is None else min(b, high), dtype=np.int32)
+        for a, b in ranges
+        if a < high and (b is None or b > low)
+    ]
+    if not runs:
+        return np.empty(0, dtype=np.int32)
+    return runs[0] if len(runs) == 1 else np.concatenate(runs)
+
+
+def _share_tables(
+    rows: Mapping[Lane, Rows],
+) -> tuple[list[Rows], dict[tuple[str, int], int], list[tuple[Lane, ...]]]:
+    """One table per distinct set of lanes that meet at a site, holding the union of their rows."""
+    lanes_at: dict[tuple[str, int], list[Lane]] = {}
+    for lane in rows:
+        for layer in lane.layers:
+            lanes_at.setdefault((lane.tap_site, layer), []).append(lane)
+    ids: dict[tuple[Lane, ...], int] = {}
+    table_of = {key: ids.setdefault(tuple(lanes), len(ids)) for key, lanes in lanes_at.items()}
+    members = list(ids)
+    tables = [
+        rows[m[0]] if len(m) == 1 else np.unique(np.concatenate([rows[lane] for lane in m])) for m in members
+    ]
+    return tables, table_of, members
+
+
+def _locate(rows: Rows, table: Rows, alone: bool) -> Index:
+    if alone or np.array_equal(rows, table):
+        return slice(0, len(rows))
+    return np.searchsorted(table, rows)
+
+
+def _pieces(entries: Sequence[tuple[str, int, Watch, np.ndarray, int]]) -> tuple[Piece, ...]:
+    pieces = []
+    a = 0
+    for req_id, i, watch, positions, _ in entries:
+        pieces.append(Piece(req_id, i, watch, positions, a, a + len(positions)))
+        a += len(positions)
+    return tuple(pieces)

@@ -1,0 +1,143 @@
+"""What the worker knows of each observed request: which rows are asked for, and which it has.
+
+The front end resolves a request's programs to plain data (:func:`payload`), which travels inside
+the request; the worker reads it back (:func:`read_payload`) and keeps it until the request ends.
+Preemption does not end a request: rows that were taken stay taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..program.resolve import ResolvedObservation
+
+Ranges = tuple[tuple[int, "int | None"], ...]
+
+#: The key of ``SamplingParams.extra_args`` under which the resolved form travels.
+PAYLOAD_KEY = "vllm_hook"
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What is the same for all requests that use one observation: they are read in one go.
+
+    ``reduce`` is None, ``("norm",)``, or one of probe, projection and cosine with the key under
+    which its tensors were distributed to the workers.
+    """
+
+    site: str
+    layers: tuple[int, ...]
+    heads: tuple[Any, ...] | None = None
+    reduce: tuple[str, ...] | None = None
+    dtype: str | None = None
+
+    @property
+    def tap_site(self) -> str:
+        """Where rows are taken: attention is computed from queries and the KV cache."""
+        return "q" if self.site.startswith("attention") else self.site
+
+
+@dataclass(frozen=True)
+class Watch:
+    """One observation of one request. ``rows`` are half-open ranges of absolute positions, None is open."""
+
+    index: int
+    lane: Lane
+    rows: Ranges
+    spans: tuple[tuple[tuple[int, int], ...], ...] = ()
+    reducer: Mapping[str, Tensor] | None = None
+
+
+@dataclass
+class RequestState:
+    """``skip_below``: positions under it were taken before a preemption. ``high``: end of the last rows run."""
+
+    watches: tuple[Watch, ...]
+    skip_below: int = 0
+    high: int = 0
+
+
+@dataclass
+class Tracker:
+    """All observed requests of a worker, by internal request id. ``tensors`` by key, see :class:`Lane`."""
+
+    tensors: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    states: dict[str, RequestState] = field(default_factory=dict)
+
+    def add(self, req_id: str, extra_args: Mapping[str, Any] | None, known_tokens: int) -> None:
+        """A request enters the batch, for the first time or again after preemption."""
+        if req_id in self.states:
+            self.resume(req_id, known_tokens)
+            return
+        data = (extra_args or {}).get(PAYLOAD_KEY)
+        if data and data["watch"]:
+            self.states[req_id] = RequestState(read_payload(data, self.tensors))
+
+    def resume(self, req_id: str, known_tokens: int) -> None:
+        """Rows taken before stay valid while their token is known; a later one may be sampled anew."""
+        state = self.states.get(req_id)
+        if state is not None:
+            state.skip_below = min(state.high, known_tokens)
+
+    def finish(self, req_ids: Iterable[str]) -> None:
+        for req_id in req_ids:
+            self.states.pop(req_id, None)
+
+
+def payload(observations: Sequence[ResolvedObservation], lanes: Sequence[Lane], prompt_len: int) -> dict[str, Any]:
+    """Plain data of one request: what the worker takes, and the first prompt position it needs."""
+    watch = []
+    first = prompt_len
+    for observation, lane in zip(observations, lanes, strict=True):
+        rows = worker_rows(observation, prompt_len)
+        first = min([first, *(a for a, _ in rows)])
+        watch.append(
+            {
+                "site": lane.site,
+                "layers": list(lane.layers),
+                "heads": None if lane.heads is None else [list(h) if isinstance(h, tuple) else h for h in lane.heads],
+                "reduce": None if lane.reduce is None else list(lane.reduce),
+                "dtype": lane.dtype,
+                "rows": [[a, -1 if b is None else b] for a, b in rows],
+                "spans": [[list(r) for r in ranges] for _, ranges in observation.keys],
+            }
+        )
+    return {"watch": watch, "floor": first if first < prompt_len else None}
+
+
+def worker_rows(observation: ResolvedObservation, prompt_len: int) -> Ranges:
+    """Rows to take on the device. Which generated token stands where is known only afterwards, so
+    a selector by token id takes all of them and the front end filters."""
+    if not observation.token_ids:
+        return observation.rows
+    prompt = tuple((a, min(b or prompt_len, prompt_len)) for a, b in observation.rows if a < prompt_len)
+    return (*prompt, (prompt_len, None))
+
+
+def read_payload(data: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> tuple[Watch, ...]:
+    """Inverse of :func:`payload`."""
+    watches = []
+    for index, w in enumerate(data["watch"]):
+        heads = w["heads"]
+        reduce = None if w["reduce"] is None else tuple(w["reduce"])
+        lane = Lane(
+            site=w["site"],
+            layers=tuple(w["layers"]),
+            heads=None if heads is None else tuple(tuple(h) if isinstance(h, list | tuple) else h for h in heads),
+            reduce=reduce,
+            dtype=w["dtype"],
+        )
+        watches.append(
+            Watch(
+                index=index,
+                lane=lane,
+                rows=tuple((a, None if b < 0 else b) for a, b in w["rows"]),
+                spans=tuple(tuple((a, b) for a, b in ranges) for ranges in w["spans"]),
+                reducer=tensors[reduce[1]] if reduce is not None and len(reduce) > 1 else None,
+            )
+        )
+    return tuple(watches)
