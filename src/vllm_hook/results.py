@@ -154,9 +154,9 @@ class HookResult:
     """What the hook has to say about one request (or one of its ``n`` sequences).
 
     ``observed`` and ``scores`` are mappings by id; ``errors`` holds a message for every observation
-    that could not be captured whole and every score that could not be computed; ``stopped_by`` is the reason of the rule that stopped the
-    request, or None; ``tags`` are the reasons of rules that only tag; ``programs`` are
-    ``(name, digest)`` of all programs that were applied, in order.
+    that could not be captured whole and every score that could not be computed; ``stopped_by`` is the
+    reason of the rule that stopped the request, or None; ``tags`` are the reasons of rules that only
+    tag; ``programs`` are ``(name, digest)`` of all programs that were applied, in order.
     """
 
     def __init__(

@@ -243,10 +243,11 @@ TEMPLATE = """\
 # Heads     {heads_from};
 #           on {n_finding} prompts ({finding}: {finding_styles})
 # Threshold midpoint of the means of {calibration} in the same prompts
-# Measured  on {n_held} prompts that had no part in that ({held_out}); AUROC against its normal ones:
+# Measured  on {n_held} prompts by which neither was chosen ({held_out}); AUROC against its normal ones:
 {measured}
 #           normal           flagged {false_alarms[0]}/{false_alarms[1]} (false alarms)
-# The score falls as harmless data grow longer: recalibrate the threshold on your own prompts.
+# The score also moves with length: up with the instruction's, down with that of harmless data. Calibrate
+# the threshold, and if need be the heads, on prompts like your own.
 schema: 1
 name: {name}
 model: {{layers: {layers}, heads: {n_heads}, hidden: {hidden}}}

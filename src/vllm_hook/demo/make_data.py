@@ -144,7 +144,8 @@ def head_finding() -> list[Record]:
 
     ``normal_short`` and ``ignore`` are the published recipe: the sentence alone, and with the attack
     appended. ``normal`` adds one harmless sentence, ``normal_long`` two, ``ignore_long`` a harmless one
-    before the attack; with them length does not decide which heads are chosen, nor the threshold.
+    before the attack; with them length does not decide which heads are chosen, nor the threshold. (They
+    were added when a threshold from the published recipe alone flagged 15 of the 40 normal held-out prompts.)
     """
     records = []
     table = _table(FINDING_TEXTS, FINDING_WORDS, 2)

