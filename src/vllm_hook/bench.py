@@ -36,9 +36,9 @@ class Workload:
     new: int
 
 
-DECODE = Workload("decode: 16 requests, 64 new tokens", 16, 32, 64)
-PREFILL = Workload("prefill: 8 prompts of 512 tokens", 8, 512, 1)
-SHORT = Workload("short: 64 prompts of 60 tokens", 64, 60, 1)
+DECODE = Workload("decode: 16 requests, 32 new tokens", 16, 16, 32)
+PREFILL = Workload("prefill: 2 prompts of 512 tokens", 2, 512, 1)
+SHORT = Workload("short: 64 prompts of 32 tokens", 64, 32, 1)
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,20 @@ def programs(layers: int, heads: int) -> list[dict[str, Any]]:
     }
     stream = {"site": "resid_post", "layers": "all"}
     return [
-        {"schema": 1, "name": "last", "observe": {"h": {**stream, "positions": ["last_prompt", "generated"]}}},
+        {
+            "schema": 1,
+            "name": "last",
+            "observe": {"h": {**stream, "positions": ["last_prompt", "generated"]}},
+        },
         {"schema": 1, "name": "prompt", "observe": {"h": {**stream, "positions": "prompt"}}},
         {"schema": 1, "name": "mass", "spans": spans, "observe": {"mass": mass}},
-        {"schema": 1, "name": "tracker", "spans": spans, "observe": {"mass": mass}, "analyze": {"t": tracker}},
+        {
+            "schema": 1,
+            "name": "tracker",
+            "spans": spans,
+            "observe": {"mass": mass},
+            "analyze": {"t": tracker},
+        },
     ]
 
 
@@ -100,7 +110,12 @@ CASES = (
 
 
 def run_bench(
-    model: str, dtypes: list[str], rounds: int, out: Path, hugging_face: bool = True, console: Console | None = None
+    model: str,
+    dtypes: list[str],
+    rounds: int,
+    out: Path,
+    hugging_face: bool = True,
+    console: Console | None = None,
 ) -> list[Row]:
     """Measure every case in every dtype; print a table and write JSON to ``out``."""
     console = console or Console()
@@ -112,7 +127,9 @@ def run_bench(
         rows += _bench_dtype(model, dtype, rounds, hugging_face, console)
     console.print(table(rows, rounds))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"model": model, "rounds": rounds, "setup": setup(), "rows": list(map(asdict, rows))}))
+    out.write_text(
+        json.dumps({"model": model, "rounds": rounds, "setup": setup(), "rows": list(map(asdict, rows))})
+    )
     console.print(f"written to [bold]{out}[/bold]")
     return rows
 
@@ -145,7 +162,9 @@ def _bench_dtype(model: str, dtype: str, rounds: int, hugging_face: bool, consol
         runs[case.name, case.workload] = _runner(hooked, case.workload, config.vocab_size, case.hook)
     if hugging_face:
         for workload in (PREFILL, SHORT):
-            runs["Hugging Face, output_attentions", workload] = _hugging_face(model, dtype, workload, config.vocab_size)
+            runs["Hugging Face, output_attentions", workload] = _hugging_face(
+                model, dtype, workload, config.vocab_size
+            )
     seconds = _rounds(runs, rounds, dtype, console)
     bounds = {(c.name, c.workload): c.bound for c in CASES}
     rows = []
@@ -202,13 +221,15 @@ def _hugging_face(model: str, dtype: str, workload: Workload, vocabulary: int) -
     import torch
     from transformers import AutoModelForCausalLM
 
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), attn_implementation="eager")
+    net = AutoModelForCausalLM.from_pretrained(
+        model, dtype=getattr(torch, dtype), attn_implementation="eager"
+    )
     ids = torch.tensor([p["prompt_token_ids"] for p in _prompts(workload, vocabulary)])
 
     def run() -> None:
         with torch.inference_mode():
-            for batch in ids.split(8):
-                out = net(batch, output_attentions=True, logits_to_keep=1)
+            for start in range(0, len(ids), 8):
+                out = net(ids[start : start + 8], output_attentions=True, logits_to_keep=1)
                 torch.stack([a[:, :, -1] for a in out.attentions]).sum()
 
     return run

@@ -38,7 +38,9 @@ class ProgramError(HookError):
         self.problems = [Problem("", problems)] if isinstance(problems, str) else list(problems)
         lines = "\n".join(f"  {p}" for p in self.problems)
         super().__init__(
-            f"{source}: {self.problems[0]}" if len(self.problems) == 1 else f"{source}: {len(self.problems)} problems\n{lines}"
+            f"{source}: {self.problems[0]}"
+            if len(self.problems) == 1
+            else f"{source}: {len(self.problems)} problems\n{lines}"
         )
 
 

@@ -8,7 +8,7 @@ and ``SamplingParams.extra_args``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import vllm
 from pydantic import BaseModel
@@ -21,10 +21,6 @@ from .engine.settings import CONFIG_KEY
 from .errors import HookError, ProgramError, UnsupportedError
 from .program.schema import Program
 from .results import HookResult, Score
-
-#: What ``hook=`` may be for one prompt.
-Hook = "bool | str | Mapping[str, Any] | None"
-T = TypeVar("T")
 
 
 class HookLLM:
@@ -75,7 +71,10 @@ class HookLLM:
         these for each prompt.
         """
         count = len(prompts) if isinstance(prompts, (list, tuple)) and not _is_token_ids(prompts) else 1
-        return self.llm.generate(prompts, self._params(sampling_params, count, hook), **kwargs)
+        outputs: list[vllm.RequestOutput] = self.llm.generate(
+            prompts, self._params(sampling_params, count, hook), **kwargs
+        )
+        return outputs
 
     def chat(
         self, messages: Any, sampling_params: Any = None, *, hook: Any = True, **kwargs: Any
@@ -83,7 +82,10 @@ class HookLLM:
         """``vllm.LLM.chat`` with ``hook`` as in :meth:`generate`; spans by message work here."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
         count = len(messages) if several else 1
-        return self.llm.chat(messages, self._params(sampling_params, count, hook), **kwargs)
+        outputs: list[vllm.RequestOutput] = self.llm.chat(
+            messages, self._params(sampling_params, count, hook), **kwargs
+        )
+        return outputs
 
     def beam_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: vLLM's beam search builds its own parameters, so no program would reach it."""
@@ -97,8 +99,9 @@ class HookLLM:
         hooks = list(hook) if isinstance(hook, (list, tuple)) else [hook] * count
         if len(hooks) != count:
             raise ProgramError(
-                "hook", f"a list gives one spec per prompt: {len(hooks)} given for {count} prompts; "
-                'several programs for all prompts are {"use": [...]}'
+                "hook",
+                f"a list gives one spec per prompt: {len(hooks)} given for {count} prompts; "
+                'several programs for all prompts are {"use": [...]}',
             )
         return [self._with_hook(p, h) for p, h in zip(each, hooks, strict=True)]
 
@@ -136,7 +139,7 @@ class HookLLM:
         return control.frontend_of(self.llm.llm_engine)
 
     def load_program(self, source: Any) -> tuple[str, str]:
-        """Load a program, or replace the one of its name, for requests from now on. Returns (name, digest)."""
+        """Load or replace a program for requests from now on. Returns (name, digest)."""
         loaded = control.load(self.llm.llm_engine, source)
         return loaded.checked.name, loaded.digest
 
@@ -168,17 +171,24 @@ class HookLLM:
         return getattr(self.llm, name)
 
 
-def analyze(results: Sequence[HookResult], analyzer: str | None = None, **options: Any) -> list[dict[str, Score]]:
+def analyze(
+    results: Sequence[HookResult], analyzer: str | None = None, **options: Any
+) -> list[dict[str, Score]]:
     """See :meth:`HookLLM.analyze`; needs no engine."""
     if analyzer is None:
         return [dict(r.scores.items()) for r in results]
-    cls = get_analyzer(analyzer)
-    parsed: BaseModel = cls.Options.model_validate(options)  # type: ignore[attr-defined]
+    scorer = get_analyzer(analyzer)
+    parsed: BaseModel = scorer.Options.model_validate(options)
     scored = []
     for result in results:
-        observations = {name.rpartition("/")[2]: value for name, value in result.observed.items()}
-        scored.append({analyzer: cls().score(observations, result.spans, parsed)})
+        observations = {_bare(name): value for name, value in result.observed.items()}
+        spans = {_bare(name): ranges for name, ranges in result.spans.items()}
+        scored.append({analyzer: scorer.score(observations, spans, parsed)})
     return scored
+
+
+def _bare(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
 def _json_source(source: Any) -> Any:
@@ -193,4 +203,4 @@ def _is_token_ids(prompts: Any) -> bool:
 
 
 def _as_list(outputs: Any) -> list[Any]:
-    return cast("list[Any]", list(outputs) if isinstance(outputs, (list, tuple)) else [outputs])
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]

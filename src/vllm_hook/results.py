@@ -168,6 +168,7 @@ class HookResult:
         stopped_by: str | None = None,
         tags: list[str] | None = None,
         programs: list[tuple[str, str]] | None = None,
+        spans: Mapping[str, list[tuple[int, int]]] | None = None,
     ) -> None:
         self.errors: dict[str, str] = dict(errors or {})
         self.observed: ById[Observed] = ById(observed, self.errors, "observation")
@@ -176,6 +177,7 @@ class HookResult:
         self.stopped_by = stopped_by
         self.tags: list[str] = list(tags or [])
         self.programs: list[tuple[str, str]] = [(name, digest) for name, digest in programs or []]
+        self.spans: ById[list[tuple[int, int]]] = ById(spans, what="span")
 
     def _meta(self) -> dict[str, Any]:
         return {
@@ -184,6 +186,7 @@ class HookResult:
             "stopped_by": self.stopped_by,
             "tags": self.tags,
             "programs": [list(p) for p in self.programs],
+            "spans": {k: [list(r) for r in ranges] for k, ranges in self.spans.items()},
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -212,6 +215,7 @@ class HookResult:
             stopped_by=meta["stopped_by"],
             tags=meta["tags"],
             programs=[(name, digest) for name, digest in meta["programs"]],
+            spans={k: [(a, b) for a, b in ranges] for k, ranges in meta.get("spans", {}).items()},
         )
 
     def __repr__(self) -> str:

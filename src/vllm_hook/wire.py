@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
+_DTYPES = {
+    str(t).removeprefix("torch."): t for t in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+}
 
 
 def pack(index: int, positions: np.ndarray, values: Tensor) -> list[Any]:
@@ -28,7 +30,11 @@ def pack(index: int, positions: np.ndarray, values: Tensor) -> list[Any]:
 
 
 def unpack(record: list[Any]) -> tuple[int, np.ndarray, Tensor]:
-    """Inverse of :func:`pack`. The tensor owns its memory or shares the record's bytes, read-only by convention."""
+    """Inverse of :func:`pack`: (index, positions, values)."""
     index, positions, dtype, shape, data = record
-    flat = torch.frombuffer(bytearray(data), dtype=_DTYPES[dtype]) if data else torch.empty(0, dtype=_DTYPES[dtype])
+    flat = (
+        torch.frombuffer(bytearray(data), dtype=_DTYPES[dtype])
+        if data
+        else torch.empty(0, dtype=_DTYPES[dtype])
+    )
     return index, np.frombuffer(positions, dtype=np.int32), flat.view(shape)

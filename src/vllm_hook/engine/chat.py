@@ -68,7 +68,7 @@ def carry_chat(renderer: Any) -> None:
 
 
 def read_prompt(prompt: Any, token_ids: Sequence[int], tokenizer: Any, with_text: bool) -> Prompt:
-    """What spans are resolved on: always the token ids that the engine runs. ``with_text``: a span needs text."""
+    """What spans are resolved on: the token ids that the engine runs. ``with_text``: a span needs text."""
     if not with_text:
         return Prompt(token_ids, None, None, None)
     if tokenizer is None:

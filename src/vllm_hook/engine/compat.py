@@ -31,11 +31,21 @@ SYMBOLS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("vllm.renderers.base", "BaseRenderer", "render_chat_async", ("conversations", "chat_params")),
     ("vllm.renderers.base", "BaseRenderer", "render_messages", ("messages", "params")),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "__init__", ()),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output", ("scheduler_output", "model_runner_output")),
+    (
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        "update_from_output",
+        ("scheduler_output", "model_runner_output"),
+    ),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "_preempt_request", ("request",)),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "get_computed_blocks", ("request",)),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "get_computed_blocks_for_connector", ("request",)),
-    ("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator", "find_longest_cache_hit", ("max_cache_hit_length",)),
+    (
+        "vllm.v1.core.kv_cache_coordinator",
+        "KVCacheCoordinator",
+        "find_longest_cache_hit",
+        ("max_cache_hit_length",),
+    ),
     ("vllm.v1.worker.gpu_worker", "Worker", "load_model", ()),
     ("vllm.v1.worker.gpu_worker", "Worker", "compile_or_warm_up_model", ()),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_prepare_inputs", ("scheduler_output",)),
@@ -56,7 +66,7 @@ def check_vllm() -> None:
     if version not in SUPPORTED_VERSIONS:
         raise UnsupportedError(
             f"vLLM {version} is not supported by this version of vLLM Hook; supported: "
-            f"{', '.join(SUPPORTED_VERSIONS)}. Install one of these, or remove `vllm_hook` from additional_config"
+            f"{', '.join(SUPPORTED_VERSIONS)}. Install one of these, or take vllm_hook out of additional_config"
         )
     missing = [problem for symbol in SYMBOLS if (problem := _problem(*symbol))]
     if missing:

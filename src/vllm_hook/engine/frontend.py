@@ -81,7 +81,7 @@ class Frontend:
         missing = self.settings.armed.missing(loaded.needs)
         if missing:
             raise SiteError(
-                f"program {loaded.checked.name!r} needs {missing.describe()}, which this engine has not armed; "
+                f"program {loaded.checked.name!r} needs {missing.describe()}, which is not armed; "
                 f"armed: {self.settings.armed.describe()}. List it under `arm` when the engine starts"
             )
         name = loaded.checked.name
@@ -126,7 +126,9 @@ class Frontend:
         """Resolve a request's programs on its final tokens; what is wrong is refused here."""
         extra = getattr(params, "extra_args", None) or {}
         if PAYLOAD_KEY in extra:
-            raise ProgramError(f"extra_args[{PAYLOAD_KEY!r}]", "is reserved; name programs in extra_args['hook']")
+            raise ProgramError(
+                f"extra_args[{PAYLOAD_KEY!r}]", "is reserved; name programs in extra_args['hook']"
+            )
         programs, spec = self._select(extra)
         request = self._process_inputs(request_id, prompt, params, *args, **kwargs)
         if not programs:
@@ -151,16 +153,24 @@ class Frontend:
         named = [self.find(name) for name in (spec.use or () if spec is not None else ())]
         always = [p for p in self.programs.values() if p.checked.apply == "always" and p not in named]
         if spec is not None and spec.set:
-            raise UnsupportedError(f"set: {sorted(spec.set)}: interventions are not available in this version")
+            raise UnsupportedError(
+                f"set: {sorted(spec.set)}: interventions are not available in this version"
+            )
         return [*named, *always], spec
 
     def _context(
-        self, programs: Sequence[LoadedProgram], spec: RequestSpec | None, prompt: Any, token_ids: Sequence[int]
+        self,
+        programs: Sequence[LoadedProgram],
+        spec: RequestSpec | None,
+        prompt: Any,
+        token_ids: Sequence[int],
     ) -> Context:
         overrides = dict(spec.spans) if spec is not None else {}
         known = {name for p in programs for name in p.checked.spans}
         if unknown := sorted(set(overrides) - known):
-            raise ProgramError("hook.spans", f"no program in use has a span named {unknown[0]!r}; spans: {sorted(known)}")
+            raise ProgramError(
+                "hook.spans", f"no program in use has a span named {unknown[0]!r}; spans: {sorted(known)}"
+            )
         with_text = any(
             not isinstance(span, TokensSpan) and name not in overrides
             for p in programs
@@ -190,13 +200,14 @@ class Frontend:
             total += size
             if lane.site == "attention" and size > ATTENTION_BYTES:
                 raise CapacityError(
-                    f"{name}: dense attention of {rows} rows over up to {end} keys for {len(lane.heads or ())} heads "
-                    f"would be {size >> 20} MiB; the limit is {ATTENTION_BYTES >> 20} MiB. "
+                    f"{name}: dense attention of {rows} rows over up to {end} keys, "
+                    f"{len(lane.heads or ())} heads, would be {size >> 20} MiB; the limit is {ATTENTION_BYTES >> 20} MiB. "
                     "Ask for fewer rows or heads, or for attention_mass over spans"
                 )
         if total > RESULT_BYTES:
             raise CapacityError(
-                f"the observations of this request could hold {total >> 20} MiB; the limit is {RESULT_BYTES >> 20} MiB. "
+                f"the observations of this request could hold {total >> 20} MiB; "
+                f"the limit is {RESULT_BYTES >> 20} MiB. "
                 "Ask for fewer layers or positions, or for a reduction"
             )
 

@@ -26,9 +26,13 @@ def check_readable(attention: Attention) -> None:
     impl = attention.impl
     backend = attention.attn_backend.get_name()
     if backend != "CPU_ATTN":
-        raise UnsupportedError(f"attention sites: the KV cache of attention backend {backend} is not supported yet")
+        raise UnsupportedError(
+            f"attention sites: the KV cache of attention backend {backend} is not supported yet"
+        )
     if str(attention.kv_cache_dtype).startswith(("fp8", "nvfp4", "int8")):
-        raise UnsupportedError(f"attention sites: a KV cache of dtype {attention.kv_cache_dtype} is not supported")
+        raise UnsupportedError(
+            f"attention sites: a KV cache of dtype {attention.kv_cache_dtype} is not supported"
+        )
     if not hasattr(impl, "scale"):
         raise UnsupportedError(f"attention sites: {type(impl).__name__} (MLA?) is not supported")
 
@@ -73,7 +77,9 @@ def cpu_page_keys(cache: Tensor, isa: str, width: int) -> PageKeys:
     if isa == "amx" and cache.dtype == torch.bfloat16:
         tiles = keys.view(pages, kv_heads, size // 16, width // 2, 16, 2)
         return lambda page, head: tiles[page, head].permute(1, 3, 0, 2).reshape(width, size)
-    raise UnsupportedError(f"attention sites: the CPU KV-cache layout {isa!r} ({cache.dtype}) is not supported")
+    raise UnsupportedError(
+        f"attention sites: the CPU KV-cache layout {isa!r} ({cache.dtype}) is not supported"
+    )
 
 
 def page_list(table_row: Sequence[int] | Tensor, keys: int, page_size: int) -> list[int]:

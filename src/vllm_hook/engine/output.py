@@ -85,6 +85,11 @@ class Collector:
             scores=scores,
             errors={**errors, **failed},
             programs=[(use.program.name, use.digest) for use in context.uses],
+            spans={
+                f"{use.program.name}/{name}": list(ranges)
+                for use in context.uses
+                for name, ranges in use.resolved.spans.items()
+            },
         )
         apply_tags(context.uses, result)
         return result
@@ -133,7 +138,11 @@ def assemble(
 
 
 def describe(
-    definition: Observation, resolved: ResolvedObservation, lane: Lane, wanted: np.ndarray, values: Tensor | None
+    definition: Observation,
+    resolved: ResolvedObservation,
+    lane: Lane,
+    wanted: np.ndarray,
+    values: Tensor | None,
 ) -> Observed:
     """Name the axes. Without any row the values are empty, with the other axes as they would be."""
     attention = site(lane.site).kind == "attention"
@@ -167,9 +176,11 @@ def score_all(
                 failed[name] = f"not scored: observation {bad[0]!r} is incomplete"
                 continue
             try:
-                analyzer = get_analyzer(analysis.analyzer)()
+                analyzer = get_analyzer(analysis.analyzer)
                 options = analyzer.Options.model_validate(dict(analysis.options))
-                scores[name] = analyzer.score(inputs, {k: list(v) for k, v in use.resolved.spans.items()}, options)
+                scores[name] = analyzer.score(
+                    inputs, {k: list(v) for k, v in use.resolved.spans.items()}, options
+                )
             except Exception as error:
                 logger.exception("analyzer %s failed", name)
                 failed[name] = f"analyzer {analysis.analyzer!r} failed: {type(error).__name__}: {error}"

@@ -46,7 +46,9 @@ class RunnerHook:
 
     adapter: Adapter
 
-    def __init__(self, settings: Settings, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, settings: Settings, model: nn.Module, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.settings = settings
         self.model = model
         self.device = device
@@ -66,9 +68,7 @@ class RunnerHook:
         self._rows: StepRows = ({}, {})
         self._lost: dict[str, str] = {}
         self._view: BatchView | None = None
-        logger.info(
-            "vLLM Hook armed %s: %.1f MB", settings.armed.describe(), self.bank.bytes() / 1e6
-        )
+        logger.info("vLLM Hook armed %s: %.1f MB", settings.armed.describe(), self.bank.bytes() / 1e6)
 
     # -- one step ---------------------------------------------------------------------------
 
@@ -82,7 +82,9 @@ class RunnerHook:
                 self.tracker.add(new.req_id, new.sampling_params.extra_args, known_tokens(new))
             except Exception as error:
                 logger.exception("vLLM Hook cannot observe request %s", new.req_id)
-                self._lost[new.req_id] = f"the worker could not take the request: {type(error).__name__}: {error}"
+                self._lost[new.req_id] = (
+                    f"the worker could not take the request: {type(error).__name__}: {error}"
+                )
 
     def prepare(self, view: BatchView) -> None:
         """After the engine has laid out the batch, before the forward pass."""
@@ -174,8 +176,9 @@ class RunnerHook:
         if silent:
             names = ", ".join(f"{name}@{layer}" for name, layer in silent[:8])
             raise UnsupportedError(
-                f"{len(silent)} of {len(self.bank.taps)} armed sites did not fire in a test run ({names}...): "
-                "the compiled model does not contain our ops. Remove vLLM's compile cache (VLLM_CACHE_ROOT) and start again"
+                f"{len(silent)} of {len(self.bank.taps)} armed sites did not fire in a test run "
+                f"({names}, ...): the compiled model does not contain our ops. "
+                "Remove vLLM's compile cache (VLLM_CACHE_ROOT) and start again"
             )
 
     def set_tensors(self, key: str, blob: bytes | None) -> None:

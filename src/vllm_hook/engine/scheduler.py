@@ -36,7 +36,9 @@ class SchedulerHook:
         manager.get_computed_blocks_for_connector = self._with_limit(self._computed_for_connector)
         coordinator.find_longest_cache_hit = self._limited(self._longest)
         if hasattr(coordinator, "find_longest_cache_hit_per_group"):
-            coordinator.find_longest_cache_hit_per_group = self._limited(coordinator.find_longest_cache_hit_per_group)
+            coordinator.find_longest_cache_hit_per_group = self._limited(
+                coordinator.find_longest_cache_hit_per_group
+            )
 
     # -- prefix cache -----------------------------------------------------------------------
 
@@ -51,7 +53,9 @@ class SchedulerHook:
         return get_computed_blocks
 
     def _limited(self, find: Any) -> Any:
-        def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
+        def find_longest_cache_hit(
+            block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any
+        ) -> Any:
             if self._limit is not None:
                 max_cache_hit_length = min(max_cache_hit_length, self._limit)
             return find(block_hashes, max_cache_hit_length, *args, **kwargs)
@@ -89,15 +93,15 @@ class SchedulerHook:
 
 
 def cache_limit(request: Any) -> int | None:
-    """How many tokens may be read from the prefix cache: up to the first prompt position that has to be run."""
+    """How many tokens may be read from the prefix cache: up to the first prompt position to be run."""
     params = request.sampling_params
     data = (params.extra_args or {}).get(PAYLOAD_KEY) if params is not None else None
     if not data or data["floor"] is None:
         return None
-    seen = getattr(request, _SEEN, 0)
+    seen: int = getattr(request, _SEEN, 0)
     if seen >= request.num_prompt_tokens:
         return None
-    return max(data["floor"], seen)
+    return max(int(data["floor"]), seen)
 
 
 def hook_scheduler(scheduler: Any) -> None:

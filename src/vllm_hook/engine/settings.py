@@ -131,7 +131,9 @@ def arm_set(arm: Mapping[str, ArmSpec], facts: ModelFacts) -> Armed:
         layers = every if spec.layers == "all" or not site(name).layered else tuple(spec.layers)
         layers = tuple(layer + facts.layers if layer < 0 else layer for layer in layers)
         if bad := [layer for layer in layers if layer not in every]:
-            raise SiteError(f"arm.{name}.layers: {bad} out of range; the model has layers 0 to {facts.layers - 1}")
+            raise SiteError(
+                f"arm.{name}.layers: {bad} out of range; the model has layers 0 to {facts.layers - 1}"
+            )
         armed = armed | Armed.of(name, layers, spec.rows)
     return armed
 

@@ -34,7 +34,7 @@ def attention_rows(
     group: int,
     rule: AttentionRule,
 ) -> Tensor:
-    """Probabilities [C, N, K] float32, K = last position + 1. ``pages`` lists the request's pages in order."""
+    """Probabilities [C, N, K] float32, K = last position + 1. ``pages``: the request's, in order."""
     keys = max(positions) + 1
     n, _, width = q_NHD.shape
     q = q_NHD.float()
@@ -66,9 +66,7 @@ def attention_mass(
     """Attention summed over key spans: [C, N, S] float32. A span is a list of half-open ranges."""
     out = torch.empty(len(heads), len(positions), len(spans), dtype=torch.float32, device=q_NHD.device)
     for a, b in row_blocks(positions, len(heads)):
-        probs = attention_rows(
-            q_NHD[a:b], positions[a:b], heads, pages, page_keys, page_size, group, rule
-        )
+        probs = attention_rows(q_NHD[a:b], positions[a:b], heads, pages, page_keys, page_size, group, rule)
         for s, ranges in enumerate(spans):
             out[:, a:b, s] = sum(probs[:, :, i:j].sum(-1) for i, j in ranges)
     return out

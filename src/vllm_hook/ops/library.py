@@ -28,7 +28,9 @@ from torch.library import Library
 #: Part of the compile-cache key. Raise it when the schema or the place of an op changes.
 OPS_VERSION = 1
 
-_SCHEMA = "tap(Tensor h, Tensor? residual, Tensor(a!) fired, Tensor tables, Tensor table_id, Tensor buf) -> ()"
+_SCHEMA = (
+    "tap(Tensor h, Tensor? residual, Tensor(a!) fired, Tensor tables, Tensor table_id, Tensor buf) -> ()"
+)
 
 
 def tap_cpu(

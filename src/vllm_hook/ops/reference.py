@@ -20,25 +20,30 @@ def tap(h_TD: Tensor, residual_TD: Tensor | None, rows_R: Tensor) -> Tensor:
     return picked if residual_TD is None else picked + residual_TD[rows_R]
 
 
-def probe(h_RD: Tensor, weight_D: Tensor, bias: Tensor, mean_D: Tensor | None, scale_D: Tensor | None) -> Tensor:
+def probe(
+    h_RD: Tensor, weight_D: Tensor, bias: Tensor, mean_D: Tensor | None, scale_D: Tensor | None
+) -> Tensor:
     """Raw logit of a linear probe, float32 [R]: ``w . ((h - mean) / scale) + b``."""
     x = h_RD.float()
     if mean_D is not None:
         x = x - mean_D
     if scale_D is not None:
         x = x / scale_D
-    return x @ weight_D + bias
+    logits: Tensor = x @ weight_D + bias
+    return logits
 
 
 def projection(h_RD: Tensor, vector_D: Tensor) -> Tensor:
     """Length along the unit vector, float32 [R]: ``h . v / |v|``."""
-    return h_RD.float() @ (vector_D / vector_D.norm())
+    lengths: Tensor = h_RD.float() @ (vector_D / vector_D.norm())
+    return lengths
 
 
 def cosine(h_RD: Tensor, vector_D: Tensor) -> Tensor:
     """Cosine to a vector, float32 [R]; 0 for a row of zeros."""
     h = h_RD.float()
-    return (h @ (vector_D / vector_D.norm())) / h.norm(dim=-1).clamp_min(1e-30)
+    cosines: Tensor = (h @ (vector_D / vector_D.norm())) / h.norm(dim=-1).clamp_min(1e-30)
+    return cosines
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,7 @@ class AttentionRule:
     alibi: Tensor | None = None
 
 
-def logits_to_probs(
-    logits_HRK: Tensor, positions_R: Tensor, heads: Tensor, rule: AttentionRule
-) -> Tensor:
+def logits_to_probs(logits_HRK: Tensor, positions_R: Tensor, heads: Tensor, rule: AttentionRule) -> Tensor:
     """Softmax over keys of already scaled logits, causal, by the rule of the layer. float32."""
     logits = logits_HRK
     if rule.soft_cap:
@@ -82,7 +85,10 @@ def logits_to_probs(
 def attention(
     q_RHD: Tensor, k_KGD: Tensor, positions_R: Tensor, heads: Tensor, rule: AttentionRule
 ) -> Tensor:
-    """Probabilities [len(heads), R, K] of query rows over contiguous keys; head h reads KV head h // (H / G)."""
+    """Probabilities [len(heads), R, K] of query rows over contiguous keys.
+
+    Query head h reads KV head h // (H / G).
+    """
     group = q_RHD.shape[1] // k_KGD.shape[1]
     q = q_RHD.float()[:, heads].transpose(0, 1)
     k = k_KGD.float()[:, heads // group].transpose(0, 1)

@@ -22,13 +22,17 @@ class SiteTap(nn.Module):
     buf: Tensor
     fired: Tensor
 
-    def __init__(self, tables: Tensor, table_id: Tensor, capacity: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tables: Tensor, table_id: Tensor, capacity: int, width: int, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         device = tables.device
         self.register_buffer("tables", tables, persistent=False)
         self.register_buffer("table_id", table_id, persistent=False)
         # A tensor of its own, never a view: see library.py.
-        self.register_buffer("buf", torch.zeros(capacity, width, dtype=dtype, device=device), persistent=False)
+        self.register_buffer(
+            "buf", torch.zeros(capacity, width, dtype=dtype, device=device), persistent=False
+        )
         self.register_buffer("fired", torch.zeros(1, dtype=torch.int32, device=device), persistent=False)
 
     def forward(self, h: Tensor, residual: Tensor | None = None) -> None:

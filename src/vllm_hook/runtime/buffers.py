@@ -25,7 +25,7 @@ def tap_sites(armed: Armed) -> dict[Key, str]:
 
 
 def buffer_bytes(armed: Armed, facts: ModelFacts, last: int, every: int, item: int) -> int:
-    """Memory of the site buffers in bytes. ``last``/``every``: rows of the two capacities; ``item``: bytes a value."""
+    """Bytes of the site buffers. ``last``/``every``: rows of the two capacities; ``item``: bytes a value."""
     total = 0
     for (name, _), rows in tap_sites(armed).items():
         width = 1
@@ -43,7 +43,13 @@ class SiteBank:
     """
 
     def __init__(
-        self, armed: Armed, facts: ModelFacts, last_rows: int, all_rows: int, dtype: torch.dtype, device: torch.device
+        self,
+        armed: Armed,
+        facts: ModelFacts,
+        last_rows: int,
+        all_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         taps = tap_sites(armed)
         self.tables = torch.zeros(max(len(taps), 1), 1 + all_rows, dtype=torch.int32, device=device)
@@ -75,7 +81,8 @@ class SiteBank:
             rows = len(plan.tables[table])
             if rows > self.taps[key].buf.shape[0]:
                 raise CapacityError(
-                    f"{rows} rows at site {key[0]} of layer {key[1]} in one step, {self.taps[key].buf.shape[0]} armed"
+                    f"{rows} rows at site {key[0]} of layer {key[1]} in one step, "
+                    f"{self.taps[key].buf.shape[0]} armed"
                 )
         host = self.tables.numpy()
         for t, table_rows in enumerate(plan.tables):

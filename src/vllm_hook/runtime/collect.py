@@ -90,7 +90,8 @@ def _reduced(lane_plan: LanePlan, rows: Tensor) -> Tensor:
     if reduce is None:
         return rows
     if reduce[0] == "norm":
-        return rows.float().norm(dim=-1)
+        norms: Tensor = rows.float().norm(dim=-1)
+        return norms
     t = lane_plan.pieces[0].watch.reducer
     assert t is not None
     if reduce[0] == "probe":
@@ -116,7 +117,10 @@ def _collect_attention(
     lane = lane_plan.lane
     assert lane.heads is not None
     keys_of = {piece.req_id: int(piece.positions[-1]) + 1 for piece in lane_plan.pieces}
-    out = {id(piece): _attention_output(piece, len(lane.heads), keys_of[piece.req_id]) for piece in lane_plan.pieces}
+    out = {
+        id(piece): _attention_output(piece, len(lane.heads), keys_of[piece.req_id])
+        for piece in lane_plan.pieces
+    }
     for layer in sorted({layer for layer, _ in lane.heads}):
         key = ("q", layer)
         q = bank.rows(key, _index(lane_plan, plan.table_of[key])).view(-1, facts.heads, facts.head_dim)

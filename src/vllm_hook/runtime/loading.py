@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
+from ..analyzers import get as get_analyzer
 from ..errors import Problem, ProgramError, UnsupportedError
 from ..program.check import CheckedProgram, TensorUse, check, needs, tensor_uses
 from ..program.load import Source, SourcedProgram, load
@@ -58,6 +60,7 @@ def load_program(
     sourced: SourcedProgram = load(source)
     checked = check(sourced, facts)
     _refuse_unavailable(checked)
+    _check_analyzers(checked)
     tensors = _read_all(checked, facts, store, allow_files)
     return LoadedProgram(checked, tensors, _digest(checked, tensors), needs(checked))
 
@@ -71,6 +74,22 @@ def _refuse_unavailable(checked: CheckedProgram) -> None:
     for i, rule in enumerate(checked.rules):
         if rule.do == "stop":
             raise UnsupportedError(f"{checked.source}: act[{i}].do: stop is not available in this version")
+
+
+def _check_analyzers(checked: CheckedProgram) -> None:
+    """Every analyzer exists and takes the options that it is given."""
+    sourced = SourcedProgram(checked.program, checked.source, checked.base_dir, checked.lines)
+    problems: list[Problem] = []
+    for analysis in checked.analyses:
+        try:
+            get_analyzer(analysis.analyzer).Options.model_validate(dict(analysis.options))
+        except ProgramError as error:
+            problems.append(sourced.problem(("analyze", analysis.id, "analyzer"), error.problems[0].message))
+        except ValidationError as error:
+            for e in error.errors():
+                problems.append(sourced.problem(("analyze", analysis.id, "options", *e["loc"]), e["msg"]))
+    if problems:
+        raise ProgramError(checked.source, problems)
 
 
 def _read_all(

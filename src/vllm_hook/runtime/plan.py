@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Union
 
 import numpy as np
 
 from .requests import Lane, Ranges, RequestState, Watch
 
 Rows = np.ndarray
-Index = Union[slice, np.ndarray]
+Index = slice | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class LanePlan:
-    """``index[table]`` finds the lane's rows, in the order of its pieces, in the buffers that follow a table."""
+    """``index[table]`` finds the lane's rows, in the order of its pieces, in buffers that follow a table."""
 
     lane: Lane
     pieces: tuple[Piece, ...]
@@ -75,7 +74,9 @@ def make_plan(view: BatchView, states: Mapping[str, RequestState]) -> StepPlan |
                 found.setdefault(watch.lane, []).append((req_id, i, watch, positions, start - first))
     if not found:
         return None
-    rows = {lane: np.concatenate([p + shift for _, _, _, p, shift in entries]) for lane, entries in found.items()}
+    rows = {
+        lane: np.concatenate([p + shift for _, _, _, p, shift in entries]) for lane, entries in found.items()
+    }
     tables, table_of, members = _share_tables(rows)
     lanes = []
     for lane, entries in found.items():

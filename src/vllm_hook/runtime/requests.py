@@ -54,7 +54,7 @@ class Watch:
 
 @dataclass
 class RequestState:
-    """``skip_below``: positions under it were taken before a preemption. ``high``: end of the last rows run."""
+    """``skip_below``: positions under it were taken before a preemption. ``high``: end of the rows run."""
 
     watches: tuple[Watch, ...]
     skip_below: int = 0
@@ -63,7 +63,7 @@ class RequestState:
 
 @dataclass
 class Tracker:
-    """All observed requests of a worker, by internal request id. ``tensors`` by key, see :class:`Lane`."""
+    """All observed requests of a worker by internal id. ``tensors`` by key, see :class:`Lane`."""
 
     tensors: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
     states: dict[str, RequestState] = field(default_factory=dict)
@@ -88,7 +88,9 @@ class Tracker:
             self.states.pop(req_id, None)
 
 
-def payload(observations: Sequence[ResolvedObservation], lanes: Sequence[Lane], prompt_len: int) -> dict[str, Any]:
+def payload(
+    observations: Sequence[ResolvedObservation], lanes: Sequence[Lane], prompt_len: int
+) -> dict[str, Any]:
     """Plain data of one request: what the worker takes, and the first prompt position it needs."""
     watch = []
     first = prompt_len
@@ -99,7 +101,9 @@ def payload(observations: Sequence[ResolvedObservation], lanes: Sequence[Lane], 
             {
                 "site": lane.site,
                 "layers": list(lane.layers),
-                "heads": None if lane.heads is None else [list(h) if isinstance(h, tuple) else h for h in lane.heads],
+                "heads": None
+                if lane.heads is None
+                else [list(h) if isinstance(h, tuple) else h for h in lane.heads],
                 "reduce": None if lane.reduce is None else list(lane.reduce),
                 "dtype": lane.dtype,
                 "rows": [[a, -1 if b is None else b] for a, b in rows],
@@ -127,7 +131,9 @@ def read_payload(data: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Ten
         lane = Lane(
             site=w["site"],
             layers=tuple(w["layers"]),
-            heads=None if heads is None else tuple(tuple(h) if isinstance(h, list | tuple) else h for h in heads),
+            heads=None
+            if heads is None
+            else tuple(tuple(h) if isinstance(h, list | tuple) else h for h in heads),
             reduce=reduce,
             dtype=w["dtype"],
         )

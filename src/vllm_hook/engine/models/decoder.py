@@ -99,7 +99,8 @@ def attention_layers(model: nn.Module) -> dict[int, Attention]:
             layer = extract_layer_index(module.layer_name)
             if layer in found:
                 raise UnsupportedError(
-                    f"layer {layer} of {type(model).__name__} has several attention modules; head sites are not supported"
+                    f"layer {layer} of {type(model).__name__} has several attention modules; "
+                    "head sites are not supported"
                 )
             found[layer] = module
     return found
@@ -134,7 +135,7 @@ def attach(model: nn.Module, taps: dict[tuple[str, int], SiteTap], facts: ModelF
 
 
 def _attach_head(name: str, attention: Attention, tap: SiteTap) -> None:
-    """q, k, v are the inputs of the attention module (after RoPE), z is its output; all [T, heads * d_head]."""
+    """q, k, v are inputs of the attention module (after RoPE), z is its output; [T, heads * d_head]."""
     if name == "z":
         _hook(attention, name, tap, Place("", after=lambda output: (output.flatten(1), None)))
         return
@@ -169,7 +170,11 @@ def _decoder_layers(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     """Decoder layers by index: the children of a ModuleList that hold decoder attention."""
     for name, module in model.named_modules():
         head, _, tail = name.rpartition(".")
-        if tail.isdigit() and head.endswith("layers") and any(isinstance(m, Attention) for m in module.modules()):
+        if (
+            tail.isdigit()
+            and head.endswith("layers")
+            and any(isinstance(m, Attention) for m in module.modules())
+        ):
             yield int(tail), module
 
 
