@@ -66,7 +66,7 @@ def check_vllm() -> None:
     if version not in SUPPORTED_VERSIONS:
         raise UnsupportedError(
             f"vLLM {version} is not supported by this version of vLLM Hook; supported: "
-            f"{', '.join(SUPPORTED_VERSIONS)}. Install one of these, or take vllm_hook out of additional_config"
+            f"{', '.join(SUPPORTED_VERSIONS)}. Install one, or take vllm_hook out of additional_config"
         )
     missing = [problem for symbol in SYMBOLS if (problem := _problem(*symbol))]
     if missing:

@@ -15,6 +15,17 @@ ENGINE_KEY = "_vllm_hook"
 RPC = "vllm_hook_rpc"
 
 
+_NO_WORKER = (
+    "a worker runs without vLLM Hook, so nothing would be observed; "
+    "name vllm_hook in VLLM_PLUGINS if that is set, and install vllm-hook for every worker"
+)
+
+
+def _check_replies(replies: Any) -> None:
+    if any(reply is None for reply in replies):
+        raise UnsupportedError(_NO_WORKER)
+
+
 def frontend_of(engine: Any) -> Frontend:
     """The front end of an ``LLMEngine`` or ``AsyncLLM``."""
     frontend = getattr(engine, ENGINE_KEY, None)
@@ -40,12 +51,11 @@ def _attach(engine: Any) -> Frontend:
 def attach_sync(engine: Any) -> None:
     """After ``LLMEngine.__init__``: the workers are up and take the programs' tensors at once."""
     _attach(engine)
-    status = engine.collective_rpc(RPC, args=("status",))
-    if any(s is None for s in status):
-        raise UnsupportedError(
-            "a worker runs without vLLM Hook, so nothing would be observed; "
-            "name vllm_hook in VLLM_PLUGINS if that is set, and install vllm-hook for every worker"
-        )
+    try:
+        replies = engine.collective_rpc(RPC, args=("status",))
+    except Exception as error:
+        raise UnsupportedError(_NO_WORKER) from error
+    _check_replies(replies)
     flush(engine)
     add_request = engine.add_request
 
@@ -60,8 +70,17 @@ def attach_async(engine: Any) -> None:
     """After ``AsyncLLM.__init__``: tensors go to the workers before the first request does."""
     _attach(engine)
     add_request = engine.add_request
+    checked = False
 
     async def add_request_after_flush(*args: Any, **kwargs: Any) -> Any:
+        nonlocal checked
+        if not checked:
+            try:
+                replies = await engine.collective_rpc(RPC, args=("status",))
+            except Exception as error:
+                raise UnsupportedError(_NO_WORKER) from error
+            _check_replies(replies)
+            checked = True
         await flush_async(engine)
         return await add_request(*args, **kwargs)
 

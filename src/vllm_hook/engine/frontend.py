@@ -6,6 +6,7 @@ touched; all others pass through unchanged.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -55,11 +56,12 @@ class Frontend:
     """Programs, admission and results of one engine."""
 
     def __init__(self, engine: Any, settings: Settings) -> None:
-        self.engine = engine
         self.settings = settings
         self.programs: dict[str, LoadedProgram] = {}
         self.outbox: list[tuple[Any, ...]] = []
         self._in_use: Counter[str] = Counter()
+        # Requests are admitted on a thread pool, and released wherever their last reference goes.
+        self._lock = threading.RLock()
         self._max_len = int(engine.vllm_config.model_config.max_model_len)
         self._item = engine.vllm_config.model_config.dtype.itemsize
         inputs, outputs = engine.input_processor, engine.output_processor
@@ -81,16 +83,16 @@ class Frontend:
         missing = self.settings.armed.missing(loaded.needs)
         if missing:
             raise SiteError(
-                f"program {loaded.checked.name!r} needs {missing.describe()}, which is not armed; "
+                f"program {loaded.name!r} needs {missing.describe()}, which is not armed; "
                 f"armed: {self.settings.armed.describe()}. List it under `arm` when the engine starts"
             )
-        name = loaded.checked.name
-        replaced = self.programs.get(name)
-        if loaded.tensors:
-            self.outbox.append(("set_tensors", loaded.digest, _tensor_blob(loaded)))
-        self.programs[name] = loaded
-        if replaced is not None:
-            self._drop(replaced.digest)
+        with self._lock:
+            replaced = self.programs.get(loaded.name)
+            if loaded.tensors:
+                self.outbox.append(("set_tensors", loaded.digest, _tensor_blob(loaded)))
+            self.programs[loaded.name] = loaded
+            if replaced is not None:
+                self._drop(replaced.digest)
         return loaded
 
     def load(self, source: Any) -> LoadedProgram:
@@ -98,7 +100,10 @@ class Frontend:
 
     def remove_program(self, name: str) -> None:
         """New requests cannot use it any more; running ones keep it."""
-        self._drop(self.find(name).digest, removed=name)
+        with self._lock:
+            digest = self.find(name).digest
+            del self.programs[name]
+            self._drop(digest)
 
     def find(self, name: str) -> LoadedProgram:
         try:
@@ -107,18 +112,18 @@ class Frontend:
             known = ", ".join(sorted(self.programs)) or "none"
             raise ProgramError(f"program {name!r}", f"is not loaded; loaded: {known}") from None
 
-    def _drop(self, digest: str, removed: str | None = None) -> None:
-        if removed is not None:
-            del self.programs[removed]
+    def _drop(self, digest: str) -> None:
+        """Let the workers forget tensors that no program and no running request needs."""
         if not self._in_use[digest] and all(p.digest != digest for p in self.programs.values()):
             self.outbox.append(("set_tensors", digest, None))
 
     def _release(self, digests: Sequence[str]) -> None:
-        for digest in digests:
-            self._in_use[digest] -= 1
-            if not self._in_use[digest]:
-                del self._in_use[digest]
-                self._drop(digest)
+        with self._lock:
+            for digest in digests:
+                self._in_use[digest] -= 1
+                if not self._in_use[digest]:
+                    del self._in_use[digest]
+                    self._drop(digest)
 
     # -- admission --------------------------------------------------------------------------
 
@@ -186,7 +191,8 @@ class Frontend:
             lanes += [lane_of(observation, loaded.digest) for observation in checked.observations]
         context = Context(tuple(uses), tuple(lanes), tuple(token_ids))
         digests = [use.digest for use in uses]
-        self._in_use.update(digests)
+        with self._lock:
+            self._in_use.update(digests)
         weakref.finalize(context, self._release, digests).atexit = False
         return context
 
@@ -201,7 +207,8 @@ class Frontend:
             if lane.site == "attention" and size > ATTENTION_BYTES:
                 raise CapacityError(
                     f"{name}: dense attention of {rows} rows over up to {end} keys, "
-                    f"{len(lane.heads or ())} heads, would be {size >> 20} MiB; the limit is {ATTENTION_BYTES >> 20} MiB. "
+                    f"{len(lane.heads or ())} heads, would be {size >> 20} MiB; the limit is "
+                    f"{ATTENTION_BYTES >> 20} MiB. "
                     "Ask for fewer rows or heads, or for attention_mass over spans"
                 )
         if total > RESULT_BYTES:

@@ -121,6 +121,8 @@ class RunnerHook:
 
     def attach(self, output: Any) -> Any:
         """Put the step's rows on the runner's output, now or when an asynchronous one materialises."""
+        if output is None or not getattr(output, "req_ids", True):
+            return output  # no step was run; vLLM shares one empty output, which must stay as it is
         rows = self.take_rows()
         if not rows[0] and not rows[1]:
             return output

@@ -1,0 +1,106 @@
+"""Environment and shared engines. One engine serves many tests: a start costs seconds to a minute."""
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    VLLM_NO_USAGE_STATS="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest  # noqa: E402
+
+#: Arms every site of every layer for every row.
+EVERY_SITE = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z")
+ARM_ALL = {site: {"layers": "all", "rows": "all"} for site in (*EVERY_SITE, "final_norm", "attention")}
+TINY_ENGINE: dict[str, Any] = {
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+    "block_size": 32,
+    "dtype": "float32",
+    "enforce_eager": True,
+}
+
+
+def stop_engine(llm: Any) -> None:
+    """Shut a ``HookLLM`` or ``vllm.LLM`` down and give its memory back."""
+    engine = getattr(llm, "llm", llm).llm_engine
+    engine.engine_core.shutdown()
+    gc.collect()
+
+
+@contextmanager
+def hook_llm(model: str | Path, **kwargs: Any) -> Iterator[Any]:
+    """A ``HookLLM`` on a tiny model, eager and float32 unless said otherwise."""
+    from vllm_hook.llm import HookLLM
+
+    llm = HookLLM(str(model), **{**TINY_ENGINE, **kwargs})
+    try:
+        yield llm
+    finally:
+        stop_engine(llm)
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny_dir(kind)``: folder of a tiny random model, made once a session."""
+    import tiny
+
+    made: dict[str, Path] = {}
+
+    def folder(kind: str = "llama") -> Path:
+        if kind not in made:
+            made[kind] = tiny.make_tiny(tmp_path_factory.mktemp(kind), kind)
+        return made[kind]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    from vllm_hook.demo.model import smollm2
+
+    return smollm2(progress=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tiny_dir: Callable[..., Path]) -> Iterator[Any]:
+    """Eager fp32 engine of the tiny Llama with every site armed."""
+    with hook_llm(tiny_dir("llama"), arm=ARM_ALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def tiny_reference(tiny_dir: Callable[..., Path]) -> Any:
+    from oracle import Reference
+
+    return Reference(tiny_dir("llama"))
+
+
+@pytest.fixture
+def use(tiny_llama: Any) -> Iterator[Callable[..., Any]]:
+    """``use(observe, spans=..., ...)``: load a program of these observations, removed after the test."""
+    loaded = []
+
+    def load(observe: dict[str, Any], name: str = "", **more: Any) -> str:
+        program = {"schema": 1, "name": name or f"test-{len(loaded)}", "observe": observe, **more}
+        tiny_llama.load_program(program)
+        loaded.append(program["name"])
+        return program["name"]
+
+    yield load
+    for name in set(loaded):
+        if name in tiny_llama.frontend.programs:
+            tiny_llama.unload_program(name)
