@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -91,19 +91,19 @@ def _stderr() -> Console:
 
 @app.command()
 def check(
-    file: Annotated[Optional[Path], typer.Argument(metavar="FILE", help="Program file, YAML or JSON.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Program file, YAML or JSON.")] = None,
     model: Annotated[
-        Optional[str],
+        str | None,
         typer.Option("--model", "-m", help="Check against this model too: Hugging Face id, folder, or smollm2."),
     ] = None,
     schema: Annotated[
         bool, typer.Option("--schema", help="Write the JSON schema of program files, for editors, and stop.")
     ] = False,
-    out: Annotated[Optional[Path], typer.Option("--out", "-o", help="With --schema: write it here.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="With --schema: write it here.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="vLLM's setting, for the memory figure.")] = CPU_SEQS,
     max_num_batched_tokens: Annotated[int, typer.Option(help="The same.")] = CPU_TOKENS,
     dtype: Annotated[
-        Optional[str], typer.Option(help="The engine's dtype; default: 2 bytes a value, smollm2 float32.")
+        str | None, typer.Option(help="The engine's dtype; default: 2 bytes a value, smollm2 float32.")
     ] = None,
 ) -> None:
     """Is a program valid, what does it arm, and what does that cost?
@@ -297,26 +297,26 @@ def run(
     model: ModelArgument,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Program file.")],
     prompt: Annotated[
-        Optional[list[str]], typer.Option("--prompt", "-p", help="A prompt; give it several times for several.")
+        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; give it several times for several.")
     ] = None,
     system: Annotated[
-        Optional[str], typer.Option("--system", "-s", help="System message for every --prompt; implies --chat.")
+        str | None, typer.Option("--system", "-s", help="System message for every --prompt; implies --chat.")
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Each --prompt is a user message. Implied by spans that name a message.")
     ] = False,
     prompts: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             "--prompts", help='JSON lines: {"instruction", "data"}, {"messages": [..]} or {"prompt"}; "style" is kept.'
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens to generate.")] = 16,
     save: Annotated[
-        Optional[Path], typer.Option("--save", help="Folder for the results (safetensors, words beside).")
+        Path | None, typer.Option("--save", help="Folder for the results (safetensors, words beside).")
     ] = None,
-    dtype: Annotated[Optional[str], typer.Option(help="Default: auto; for smollm2 float32.")] = None,
-    max_model_len: Annotated[Optional[int], typer.Option(help="vLLM's setting.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: auto; for smollm2 float32.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="vLLM's setting.")] = None,
     eager: Annotated[
         bool, typer.Option("--eager", help="Do not compile: starts faster, runs slower.")
     ] = False,
@@ -494,7 +494,7 @@ def _observed_text(result: HookResult) -> str:
 @app.command("import")
 def import_(
     old: Annotated[Path, typer.Argument(metavar="OLD.json", help="Configuration of the earlier vLLM-Hook.")],
-    out: Annotated[Optional[Path], typer.Option("--out", "-o", help="Program file to write; default: print.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Program file to write; default: print.")] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite the output file.")] = False,
 ) -> None:
     """Turn a configuration of the earlier vLLM-Hook into a program file.

@@ -90,10 +90,12 @@ class Armed:
 
     ``last`` holds the rows that a sequence has in a decode step and so serves the selectors
     ``last_prompt`` and ``generated``; ``all`` holds every scheduled token. The two attention
-    sites are armed together under ``attention``.
+    sites are armed together under ``attention``. ``edits``: where rows can be changed, and where
+    conditions can be read.
     """
 
     rows: Mapping[tuple[str, int], Rows] = field(default_factory=dict)
+    edits: frozenset[tuple[str, int]] = frozenset()
 
     @staticmethod
     def canonical(name: str) -> str:
@@ -103,14 +105,18 @@ class Armed:
     def of(cls, name: str, layers: Iterable[int], rows: Rows) -> Armed:
         return cls({(cls.canonical(name), layer): rows for layer in layers})
 
+    @classmethod
+    def of_edits(cls, name: str, layers: Iterable[int]) -> Armed:
+        return cls(edits=frozenset((cls.canonical(name), layer) for layer in layers))
+
     def __or__(self, other: Armed) -> Armed:
         merged = dict(self.rows)
         for key, rows in other.rows.items():
             merged[key] = "all" if "all" in (rows, merged.get(key)) else rows
-        return Armed(merged)
+        return Armed(merged, self.edits | other.edits)
 
     def __bool__(self) -> bool:
-        return bool(self.rows)
+        return bool(self.rows or self.edits)
 
     def __iter__(self) -> Iterator[tuple[str, int, Rows]]:
         for (name, layer), rows in sorted(self.rows.items()):
@@ -123,21 +129,26 @@ class Armed:
                 key: rows
                 for key, rows in need.rows.items()
                 if key not in self.rows or (rows == "all" and self.rows[key] == "last")
-            }
+            },
+            need.edits - self.edits,
         )
 
     def to_json(self) -> list[list[Any]]:
-        """Canonical JSON form: sorted ``[site, layer, rows]`` triples."""
-        return [list(t) for t in self]
+        """Canonical JSON form: sorted ``[site, layer, rows]`` triples; rows is ``edit`` where rows can be changed."""
+        return [list(t) for t in self] + [[name, layer, "edit"] for name, layer in sorted(self.edits)]
 
     @classmethod
     def from_json(cls, data: Iterable[Iterable[Any]]) -> Armed:
-        return cls({(name, int(layer)): rows for name, layer, rows in data})
+        triples = [(name, int(layer), rows) for name, layer, rows in data]
+        return cls(
+            {(name, layer): rows for name, layer, rows in triples if rows != "edit"},
+            frozenset((name, layer) for name, layer, rows in triples if rows == "edit"),
+        )
 
     def describe(self) -> str:
         """Human-readable, one site a clause: ``resid_post layers 0-29 (last), q layer 3 (all)``."""
-        groups: dict[tuple[str, Rows], list[int]] = {}
-        for name, layer, rows in self:
+        groups: dict[tuple[str, str], list[int]] = {}
+        for name, layer, rows in self.to_json():
             groups.setdefault((name, rows), []).append(layer)
         return (
             ", ".join(f"{name} {_ranges(layers)} ({rows})" for (name, rows), layers in groups.items())

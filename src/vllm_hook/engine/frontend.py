@@ -20,7 +20,7 @@ from vllm.utils.async_utils import make_async
 from vllm.v1.engine import FinishReason
 
 from ..errors import CapacityError, ProgramError, SiteError, UnsupportedError
-from ..program.checked import Observation
+from ..program.checked import Observation, tensor_uses
 from ..program.request import RequestSpec, parse_request
 from ..program.resolve import resolve
 from ..program.schema import (
@@ -31,6 +31,7 @@ from ..program.schema import (
     Reduction,
     TokensSpan,
 )
+from ..runtime.edits import resolve_edits
 from ..runtime.loading import LoadedProgram, load_program
 from ..runtime.requests import PAYLOAD_KEY, Lane, payload
 from .chat import carry_chat, read_prompt
@@ -60,6 +61,7 @@ class Frontend:
         self.programs: dict[str, LoadedProgram] = {}
         self.outbox: list[tuple[Any, ...]] = []
         self._in_use: Counter[str] = Counter()
+        self._vectors: Counter[tuple[str, str]] = Counter()
         # Requests are admitted on a thread pool, and released wherever their last reference goes.
         self._lock = threading.RLock()
         self._max_len = int(engine.vllm_config.model_config.max_model_len)
@@ -88,7 +90,7 @@ class Frontend:
             )
         with self._lock:
             replaced = self.programs.get(loaded.name)
-            if loaded.tensors:
+            if loaded.tensors or loaded.edits.vectors:
                 self.outbox.append(("set_tensors", loaded.digest, _tensor_blob(loaded)))
             self.programs[loaded.name] = loaded
             if replaced is not None:
@@ -117,8 +119,12 @@ class Frontend:
         if not self._in_use[digest] and all(p.digest != digest for p in self.programs.values()):
             self.outbox.append(("set_tensors", digest, None))
 
-    def _release(self, digests: Sequence[str]) -> None:
+    def _release(self, digests: Sequence[str], vectors: frozenset[tuple[str, str]]) -> None:
         with self._lock:
+            for vector in vectors:
+                self._vectors[vector] -= 1
+                if not self._vectors[vector]:
+                    del self._vectors[vector]
             for digest in digests:
                 self._in_use[digest] -= 1
                 if not self._in_use[digest]:
@@ -147,7 +153,7 @@ class Frontend:
         context = self._context(programs, spec, prompt, request.prompt_token_ids)
         self._check_size(context, request.sampling_params)
         resolved = [o for use in context.uses for o in use.resolved.observations]
-        data = Payload(payload(resolved, context.lanes, len(request.prompt_token_ids)))
+        data = Payload(payload(resolved, context.lanes, len(request.prompt_token_ids), context.edits))
         data.context = context
         request.sampling_params.extra_args = {**extra, PAYLOAD_KEY: data}
         return request
@@ -157,10 +163,6 @@ class Frontend:
         spec = parse_request(extra.get(REQUEST_KEY))
         named = [self.find(name) for name in (spec.use or () if spec is not None else ())]
         always = [p for p in self.programs.values() if p.checked.apply == "always" and p not in named]
-        if spec is not None and spec.set:
-            raise UnsupportedError(
-                f"set: {sorted(spec.set)}: interventions are not available in this version"
-            )
         return [*named, *always], spec
 
     def _context(
@@ -189,12 +191,33 @@ class Frontend:
             own = {name: span for name, span in overrides.items() if name in checked.spans}
             uses.append(Use(checked, loaded.digest, resolve(checked, view, own)))
             lanes += [lane_of(observation, loaded.digest) for observation in checked.observations]
-        context = Context(tuple(uses), tuple(lanes), tuple(token_ids))
+        edits = None
+        if any(loaded.edits.edits for loaded in programs):
+            plans = [(u.program, p.edits, u.resolved) for u, p in zip(uses, programs, strict=True)]
+            edits = resolve_edits(plans, spec.set if spec is not None else {}, view, self.settings.facts)
+        elif spec is not None and spec.set:
+            raise ProgramError("hook.set", f"{next(iter(spec.set))!r} names no intervention in use")
+        context = Context(tuple(uses), tuple(lanes), tuple(token_ids), edits)
         digests = [use.digest for use in uses]
+        vectors = edits.vectors if edits is not None else frozenset()
         with self._lock:
+            self._check_slots(vectors)
             self._in_use.update(digests)
-        weakref.finalize(context, self._release, digests).atexit = False
+            self._vectors.update(vectors)
+        weakref.finalize(context, self._release, digests, vectors).atexit = False
         return context
+
+    def _check_slots(self, vectors: frozenset[tuple[str, str]]) -> None:
+        """Vectors of running requests hold slots; scalars take none."""
+        for kind in ("stream", "head"):
+            held = {v for v in self._vectors if v[0] == kind}
+            new = {v for v in vectors if v[0] == kind} - held
+            free = self.settings.slots - len(held)
+            if len(new) > free:
+                raise CapacityError(
+                    f"the request needs {len(new)} more vector slots and {free} of {self.settings.slots} are free: "
+                    "wait for running requests, use vectors that they use, or start the engine with more `slots`"
+                )
 
     def _check_size(self, context: Context, params: SamplingParams) -> None:
         prompt = len(context.prompt_ids)
@@ -278,11 +301,16 @@ def row_bytes(lane: Lane, settings: Settings, item: int, keys: int, spans: int) 
 
 
 def _tensor_blob(loaded: LoadedProgram) -> bytes:
-    """A program's tensors as safetensors, named ``reference/part``."""
+    """What the workers need of a program's tensors, as safetensors named ``reference/part``: what its
+    observations read, and the vectors of its edits by digest."""
     flat: dict[str, Tensor] = {}
-    for name, tensor in loaded.tensors.items():
+    for digest, vector in loaded.edits.vectors.items():
+        flat[f"vector:{digest}/vector"] = vector
+    read = {use.key for use in tensor_uses(loaded.checked) if use.path[0] == "observe"}
+    for name in read:
+        tensor = loaded.tensors[name]
         parts = {"vector": tensor} if isinstance(tensor, Tensor) else tensor.tensors()
-        flat.update({f"{name}/{part}": t.contiguous() for part, t in parts.items()})
+        flat.update({f"{name}/{part}": t.clone() for part, t in parts.items()})
     return bytes(save_safetensors(flat))
 
 

@@ -16,6 +16,7 @@ from ..analyzers import get as get_analyzer
 from ..program.checked import CheckedProgram, CheckedRule, Observation
 from ..program.resolve import ResolvedObservation, ResolvedProgram
 from ..results import HookResult, Observed, Score
+from ..runtime.edits import EditRequest
 from ..runtime.plan import positions_within
 from ..runtime.requests import Lane
 from ..sites import site
@@ -40,6 +41,7 @@ class Context:
     uses: tuple[Use, ...]
     lanes: tuple[Lane, ...]
     prompt_ids: Sequence[int]
+    edits: EditRequest | None = None
 
     def observations(self) -> list[tuple[str, Observation, ResolvedObservation]]:
         """(qualified id, definition, resolved form), in the order of the payload."""
@@ -78,6 +80,9 @@ class Collector:
             observed[name] = describe(definition, resolved, context.lanes[index], wanted, value)
             if missing:
                 errors[name] = self._why(missing, aborted)
+        if self.failures and context.edits is not None:
+            for use in context.uses:
+                errors.setdefault(use.program.name, f"interventions may not have acted: {self.failures[0]}")
         self.chunks.clear()
         scores, failed = score_all(context.uses, observed, errors)
         result = HookResult(

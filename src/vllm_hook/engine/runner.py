@@ -18,6 +18,9 @@ from torch import nn
 from ..errors import UnsupportedError
 from ..runtime.buffers import SiteBank
 from ..runtime.collect import KeyReader, Record, collect
+from ..runtime.edit_bank import EditBank
+from ..runtime.edit_plan import make_edit_plan
+from ..runtime.edits import ORDER
 from ..runtime.plan import BatchView, StepPlan, make_plan
 from ..runtime.requests import Tracker
 from . import kv_cache
@@ -40,6 +43,10 @@ class Adapter(Protocol):
         """Block table row of a request of the current step, in pages of the attention kernel."""
         ...
 
+    def input_ids(self) -> torch.Tensor:
+        """Tokens of the current step's rows, on the device."""
+        ...
+
 
 class RunnerHook:
     """State of one model runner. ``adapter`` is set by the module that installs it."""
@@ -60,15 +67,28 @@ class RunnerHook:
             self.bank = SiteBank(
                 settings.armed, settings.facts, settings.last_rows, settings.all_rows, dtype, device
             )
-        decoder.attach(model, self.bank.taps, settings.facts)
-        self.tracker = Tracker()
+            self.edits = EditBank(
+                sorted(settings.armed.edits, key=lambda place: (place[1], ORDER[place[0]])),
+                settings.facts,
+                settings.all_rows,
+                settings.requests,
+                settings.slots,
+                device,
+            )
+        decoder.attach(model, self.edits.edits, "edit")
+        decoder.attach(model, self.bank.taps, "tap")
+        self.tracker = Tracker(self.edits)
         self._readers: dict[int, KeyReader] = {}
         self._groups: dict[int, int] = {}
         self._plan: StepPlan | None = None
         self._rows: StepRows = ({}, {})
         self._lost: dict[str, str] = {}
         self._view: BatchView | None = None
-        logger.info("vLLM Hook armed %s: %.1f MB", settings.armed.describe(), self.bank.bytes() / 1e6)
+        logger.info("vLLM Hook armed %s: %.1f MB", settings.armed.describe(), self.bytes() / 1e6)
+
+    def bytes(self) -> int:
+        """Device memory of all armed sites."""
+        return self.bank.bytes() + self.edits.bytes()
 
     # -- one step ---------------------------------------------------------------------------
 
@@ -91,14 +111,21 @@ class RunnerHook:
         self._rows = ({}, {})
         if not self.tracker.states:
             return
+        self._view = view
         with self._shield(view):
+            edited = {r: s.edits for r, s in self.tracker.states.items() if s.edits is not None}
+            if edited:
+                seen = {r: s.skip_below for r, s in self.tracker.states.items()}
+                edit_plan = make_edit_plan(view, edited, seen)
+                if edit_plan is not None:
+                    self.edits.load(edit_plan, self.adapter.input_ids())
             self._plan = make_plan(view, self.tracker.states)
             if self._plan is not None:
-                self._view = view
                 self.bank.load(self._plan)
 
     def forward_done(self) -> None:
         """Right after the forward pass, while its pages and buffers are untouched."""
+        self.edits.clear()
         plan, self._plan = self._plan, None
         if plan is None:
             return
@@ -112,6 +139,7 @@ class RunnerHook:
         self._plan = None
         self._rows = ({}, {})
         self.bank.clear()
+        self.edits.clear()
 
     def take_rows(self) -> StepRows:
         (records, errors), self._rows = self._rows, ({}, {})
@@ -172,13 +200,15 @@ class RunnerHook:
 
     def prove(self, dummy_run: Callable[[], None]) -> None:
         """One dummy forward must fire every armed op; otherwise the engine would observe nothing."""
-        if not self.bank.taps:
-            return
-        silent = self.bank.prove(dummy_run)
+        silent: list[tuple[str, int]] = []
+        if self.bank.taps:
+            silent += self.bank.prove(dummy_run)
+        if self.edits.edits:
+            silent += self.edits.prove(dummy_run)
         if silent:
             names = ", ".join(f"{name}@{layer}" for name, layer in silent[:8])
             raise UnsupportedError(
-                f"{len(silent)} of {len(self.bank.taps)} armed sites did not fire in a test run "
+                f"{len(silent)} of the armed sites did not fire in a test run "
                 f"({names}, ...): the compiled model does not contain our ops. "
                 "Remove vLLM's compile cache (VLLM_CACHE_ROOT) and start again"
             )
@@ -186,20 +216,22 @@ class RunnerHook:
     def set_tensors(self, key: str, blob: bytes | None) -> None:
         """Take over, or drop, the tensors of a loaded program. Running requests keep what they have."""
         if blob is None:
-            for name in [k for k in self.tracker.tensors if k.startswith(f"{key}/")]:
-                del self.tracker.tensors[name]
+            self.tracker.drop_tensors(key)
             return
-        for name, tensors in _grouped(load_safetensors(blob)):
-            self.tracker.tensors[f"{key}/{name}"] = {part: t.to(self.device) for part, t in tensors.items()}
+        tensors = dict(_grouped(load_safetensors(blob)))
+        self.tracker.set_tensors(
+            key, {ref: {p: t.to(self.device) for p, t in parts.items()} for ref, parts in tensors.items()}
+        )
 
     def status(self) -> dict[str, Any]:
         """Plain data for ``collective_rpc``: what is armed and what is held."""
         return {
             "armed": self.settings.armed.to_json(),
             "sites": list(decoder.supported_sites(self.model)),
-            "bytes": self.bank.bytes(),
+            "bytes": self.bytes(),
+            "slots": self.edits.used(),
             "requests": len(self.tracker.states),
-            "tensors": sorted(self.tracker.tensors),
+            "tensors": sorted([*self.tracker.tensors, *self.tracker.vectors]),
             "fired": {f"{name}@{layer}": int(tap.fired) for (name, layer), tap in self.bank.taps.items()},
         }
 

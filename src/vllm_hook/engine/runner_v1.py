@@ -58,5 +58,8 @@ class V1Adapter:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         return self.hook.attach(self._sample_tokens(*args, **kwargs))
 
+    def input_ids(self) -> Any:
+        return self.runner.input_ids.gpu
+
     def block_row(self, group: int, batch_index: int) -> Any:
         return self.runner.input_batch.block_table[group].block_table.np[batch_index]

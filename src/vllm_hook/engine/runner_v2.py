@@ -59,5 +59,8 @@ class V2Adapter:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         return self.hook.attach(self._sample_tokens(*args, **kwargs))
 
+    def input_ids(self) -> Any:
+        return self.runner.input_buffers.input_ids
+
     def block_row(self, group: int, batch_index: int) -> Any:
         return self.runner.block_tables.input_block_tables[group][batch_index]

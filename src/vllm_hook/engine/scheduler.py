@@ -5,7 +5,10 @@ One instance wraps one scheduler; schedulers of engines that are not configured 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+from vllm.v1.core import kv_cache_utils
 
 from .. import wire
 from ..runtime.requests import PAYLOAD_KEY
@@ -21,6 +24,7 @@ class SchedulerHook:
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
+        _key_blocks_by_edits()
         self._pending: dict[str, list[Any]] = {}
         self._limit: int | None = None
         self._update = scheduler.update_from_output
@@ -102,6 +106,40 @@ def cache_limit(request: Any) -> int | None:
     if seen >= request.num_prompt_tokens:
         return None
     return max(int(data["floor"]), seen)
+
+
+def edit_key(request: Any, end: int) -> tuple[str, str] | None:
+    """What distinguishes a block that ends before position ``end``: the digest of the request's
+    interventions, from the first position on whose keys and values they change."""
+    params = request.sampling_params
+    data = (params.extra_args or {}).get(PAYLOAD_KEY) if params is not None else None
+    edit = data["edit"] if data else None
+    if not edit or edit["first"] is None or end <= edit["first"]:
+        return None
+    return PAYLOAD_KEY, edit["digest"]
+
+
+def _key_blocks_by_edits() -> None:
+    """Put the digest into the hash of every affected block; hashes chain, so all later ones differ too.
+
+    The function is module-level in vLLM, and imported by name in two places: all are replaced, once.
+    Requests without interventions hash as before.
+    """
+    original = kv_cache_utils.generate_block_hash_extra_keys
+    if getattr(original, "_vllm_hook", False):
+        return
+
+    def generate_block_hash_extra_keys(request: Any, start: int, end: int, mm_index: int) -> Any:
+        keys, next_mm_index = original(request, start, end, mm_index)
+        own = edit_key(request, end)
+        return (keys if own is None else (*(keys or ()), own)), next_mm_index
+
+    generate_block_hash_extra_keys._vllm_hook = True  # type: ignore[attr-defined]
+    kv_cache_utils.generate_block_hash_extra_keys = generate_block_hash_extra_keys
+    for name in ("vllm.v1.core.block_pool", "vllm.v1.simple_kv_offload.manager"):
+        module = sys.modules.get(name)  # a module that is imported later finds the new one
+        if module is not None:
+            module.generate_block_hash_extra_keys = generate_block_hash_extra_keys  # type: ignore[attr-defined]
 
 
 def hook_scheduler(scheduler: Any) -> None:

@@ -30,6 +30,7 @@ class ArmSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     layers: Literal["all"] | list[int] = "all"
     rows: Literal["last", "all"] = "all"
+    edit: bool = True
 
 
 class HookConfig(BaseModel):
@@ -38,7 +39,8 @@ class HookConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     programs: list[str | dict[str, Any]] = Field(default_factory=list)
     arm: dict[str, ArmSpec] = Field(default_factory=dict)
-    armed: list[tuple[str, int, Literal["last", "all"]]] | None = None
+    slots: int = Field(default=64, ge=1, le=4096)
+    armed: list[tuple[str, int, Literal["last", "all", "edit"]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Settings:
     facts: ModelFacts
     last_rows: int
     all_rows: int
+    requests: int
+    slots: int
 
     def bytes(self, item: int) -> int:
         """Device memory of the armed sites in bytes; ``item``: bytes of a value."""
@@ -101,6 +105,8 @@ def read_settings(config: VllmConfig) -> Settings | None:
         facts=model_facts(config),
         last_rows=min(scheduler.max_num_seqs * (1 + drafts), scheduler.max_num_batched_tokens),
         all_rows=scheduler.max_num_batched_tokens,
+        requests=scheduler.max_num_seqs,
+        slots=parsed.slots,
     )
 
 
@@ -116,6 +122,7 @@ def complete_config(config: VllmConfig) -> list[LoadedProgram]:
     config.additional_config[CONFIG_KEY] = {
         "programs": list(parsed.programs),
         "arm": {name: spec.model_dump() for name, spec in parsed.arm.items()},
+        "slots": parsed.slots,
         "armed": armed.to_json(),
     }
     return loaded
@@ -135,6 +142,8 @@ def arm_set(arm: Mapping[str, ArmSpec], facts: ModelFacts) -> Armed:
                 f"arm.{name}.layers: {bad} out of range; the model has layers 0 to {facts.layers - 1}"
             )
         armed = armed | Armed.of(name, layers, spec.rows)
+        if spec.edit and site(name).kind != "attention":
+            armed = armed | Armed.of_edits(name, layers)
     return armed
 
 

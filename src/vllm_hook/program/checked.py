@@ -152,7 +152,10 @@ def needs(checked: CheckedProgram) -> Armed:
         rows: Literal["last", "all"] = "last" if all(map(is_last, observation.selectors)) else "all"
         armed |= Armed.of(observation.site, observation.layers, rows)
     for edit in checked.edits:
-        armed |= Armed.of(edit.site, edit.layers, "last")  # edits need the site, whatever the rows
+        armed |= Armed.of_edits(edit.site, edit.layers)
+        if edit.edit.when is not None:
+            gate = checked.observation(edit.edit.when.observe)
+            armed |= Armed.of_edits(gate.site, gate.layers)
     return armed
 
 

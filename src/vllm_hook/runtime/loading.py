@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ..tensors import (
     read_scalar,
     read_vector,
 )
+from .edits import CompiledEdits, compile_edits
 
 Loaded = Probe | SaeFeatures | torch.Tensor
 """A probe, features of a sparse autoencoder, a vector f32[width], or a scalar f32[]."""
@@ -44,6 +45,7 @@ class LoadedProgram:
     tensors: Mapping[str, Loaded]
     digest: str
     needs: Armed
+    edits: CompiledEdits = field(default_factory=CompiledEdits)
 
     @property
     def name(self) -> str:
@@ -62,15 +64,12 @@ def load_program(
     _refuse_unavailable(checked)
     _check_analyzers(checked)
     tensors = _read_all(checked, facts, store, allow_files)
-    return LoadedProgram(checked, tensors, _digest(checked, tensors), needs(checked))
+    edits = compile_edits(checked, tensors, facts)
+    return LoadedProgram(checked, tensors, _digest(checked, tensors), needs(checked), edits)
 
 
 def _refuse_unavailable(checked: CheckedProgram) -> None:
     """What the contract has and this version cannot do yet."""
-    if checked.edits:
-        raise UnsupportedError(
-            f"{checked.source}: intervene: active programming is not available in this version"
-        )
     for i, rule in enumerate(checked.rules):
         if rule.do == "stop":
             raise UnsupportedError(f"{checked.source}: act[{i}].do: stop is not available in this version")

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..program.resolve import ResolvedObservation
+
+if TYPE_CHECKING:
+    from .edit_bank import EditBank
+    from .edit_plan import EditState
+    from .edits import EditRequest
 
 Ranges = tuple[tuple[int, "int | None"], ...]
 
@@ -57,6 +62,7 @@ class RequestState:
     """``skip_below``: positions under it were taken before a preemption. ``high``: end of the rows run."""
 
     watches: tuple[Watch, ...]
+    edits: EditState | None = None
     skip_below: int = 0
     high: int = 0
 
@@ -65,7 +71,9 @@ class RequestState:
 class Tracker:
     """All observed requests of a worker by internal id. ``tensors`` by key, see :class:`Lane`."""
 
+    bank: EditBank
     tensors: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     states: dict[str, RequestState] = field(default_factory=dict)
 
     def add(self, req_id: str, extra_args: Mapping[str, Any] | None, known_tokens: int) -> None:
@@ -74,8 +82,10 @@ class Tracker:
             self.resume(req_id, known_tokens)
             return
         data = (extra_args or {}).get(PAYLOAD_KEY)
-        if data and data["watch"]:
-            self.states[req_id] = RequestState(read_payload(data, self.tensors))
+        if not data:
+            return
+        edits = self.bank.admit(data["edit"]["edits"], self) if data["edit"] else None
+        self.states[req_id] = RequestState(read_payload(data, self.tensors), edits)
 
     def resume(self, req_id: str, known_tokens: int) -> None:
         """Rows taken before stay valid while their token is known; a later one may be sampled anew."""
@@ -85,13 +95,40 @@ class Tracker:
 
     def finish(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
-            self.states.pop(req_id, None)
+            state = self.states.pop(req_id, None)
+            if state is not None and state.edits is not None:
+                self.bank.release(state.edits)
+
+    def vector(self, digest: str) -> Tensor:
+        """A vector by the digest of its content, from any program that brought it."""
+        return next(iter(self.vectors[digest].values()))
+
+    def set_tensors(self, program: str, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over the tensors of a program, by reference; ``vector:<digest>`` are those of edits."""
+        for reference, parts in tensors.items():
+            if reference.startswith("vector:"):
+                self.vectors.setdefault(reference.removeprefix("vector:"), {})[program] = parts["vector"]
+            else:
+                self.tensors[f"{program}/{reference}"] = parts
+
+    def drop_tensors(self, program: str) -> None:
+        """Forget a program's tensors. Running requests keep what they have."""
+        for name in [name for name in self.tensors if name.startswith(f"{program}/")]:
+            del self.tensors[name]
+        for digest, owners in list(self.vectors.items()):
+            owners.pop(program, None)
+            if not owners:
+                del self.vectors[digest]
 
 
 def payload(
-    observations: Sequence[ResolvedObservation], lanes: Sequence[Lane], prompt_len: int
+    observations: Sequence[ResolvedObservation],
+    lanes: Sequence[Lane],
+    prompt_len: int,
+    edits: EditRequest | None = None,
 ) -> dict[str, Any]:
-    """Plain data of one request: what the worker takes, and the first prompt position it needs."""
+    """Plain data of one request: what the worker takes and changes, and the first prompt position it
+    needs to run."""
     watch = []
     first = prompt_len
     for observation, lane in zip(observations, lanes, strict=True):
@@ -110,7 +147,11 @@ def payload(
                 "spans": [[list(r) for r in ranges] for _, ranges in observation.keys],
             }
         )
-    return {"watch": watch, "floor": first if first < prompt_len else None}
+    edit = None
+    if edits is not None:
+        edit = {"edits": edits.data, "digest": edits.digest, "first": edits.first}
+        first = min(first, prompt_len if edits.floor is None else edits.floor)
+    return {"watch": watch, "floor": first if first < prompt_len else None, "edit": edit}
 
 
 def worker_rows(observation: ResolvedObservation, prompt_len: int) -> Ranges:

@@ -1,7 +1,7 @@
 """Site -> place in a vLLM decoder, one small table a family.
 
-vLLM layers return ``(hidden, residual)`` not yet added; the residual stream is their sum. Where a
-fused norm has just added them, its second output *is* the stream as the engine rounds it.
+vLLM layers return ``(hidden, residual)`` not yet added; the residual stream is their sum. An edit
+of the stream is therefore made on ``hidden``, before the next norm adds the two.
 
 Module hooks are traced by torch.compile like any other code, so they must be in place after the
 model is loaded and before its first forward pass.
@@ -18,8 +18,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ...errors import UnsupportedError
-from ...ops.site import SiteTap
-from ...sites import ModelFacts, site
+from ...ops.site import SiteEdit, SiteTap
+from ...sites import site
 
 Picked = tuple[Tensor, Tensor | None]
 PickIn = Callable[[tuple[Any, ...], dict[str, Any]], Picked]
@@ -55,8 +55,9 @@ def _first(output: Any) -> Picked:
     return (output[0] if isinstance(output, tuple) else output), None
 
 
-def _second(output: Any) -> Picked:
-    return output[1], None
+def _norm_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Picked:
+    """Inputs of a fused norm (x, residual): it adds them, and their sum is the stream."""
+    return args[0], args[1]
 
 
 def _pair(output: Any) -> Picked:
@@ -68,7 +69,7 @@ _FUSED = {
     "embed": Place("", before=_hidden_in),
     "resid_pre": Place("", before=_stream_in),
     "attn_out": Place("self_attn", after=_first),
-    "resid_mid": Place("post_attention_layernorm", after=_second),
+    "resid_mid": Place("post_attention_layernorm", before=_norm_in),
     "mlp_out": Place("mlp", after=_first),
     "resid_post": Place("", after=_pair),
 }
@@ -76,7 +77,7 @@ _FUSED = {
 _SANDWICH = {
     **_FUSED,
     "attn_out": Place("post_attention_layernorm", after=_first),
-    "resid_mid": Place("pre_feedforward_layernorm", after=_second),
+    "resid_mid": Place("pre_feedforward_layernorm", before=_norm_in),
     "mlp_out": Place("post_feedforward_layernorm", after=_first),
 }
 
@@ -114,13 +115,17 @@ def supported_sites(model: nn.Module) -> tuple[str, ...]:
     return (*places, "final_norm", *heads) if places else heads
 
 
-def attach(model: nn.Module, taps: dict[tuple[str, int], SiteTap], facts: ModelFacts) -> None:
-    """Put every tap into its place. Raises :class:`UnsupportedError` naming a site that has none."""
+def attach(model: nn.Module, parts: dict[tuple[str, int], SiteTap | SiteEdit], what: str) -> None:
+    """Put every part (``what`` is "tap" or "edit") into its place. Parts run in the order in which
+    they are attached: edits first, so that taps see what the edits made.
+
+    Raises :class:`UnsupportedError` naming a site that has no place in this model.
+    """
     attention = attention_layers(model)
     layers = dict(_decoder_layers(model))
-    for (name, layer), tap in taps.items():
+    for (name, layer), part in parts.items():
         if site(name).kind == "head":
-            _attach_head(name, attention[layer], tap)
+            _attach_head(name, what, attention[layer], part)
             continue
         if layer not in layers or (places := _family(layers[layer])) is None:
             raise UnsupportedError(
@@ -128,29 +133,34 @@ def attach(model: nn.Module, taps: dict[tuple[str, int], SiteTap], facts: ModelF
                 f"only q, k, v, z and the attention sites can be armed"
             )
         if name == "final_norm":
-            _hook(_final_norm(model, layers), name, tap, Place("", after=_first))
+            _hook(_final_norm(model, layers), name, what, part, Place("", after=_first))
         else:
             place = places[name]
-            _hook(layers[layer].get_submodule(place.module), name, tap, place)
+            _hook(layers[layer].get_submodule(place.module), name, what, part, place)
 
 
-def _attach_head(name: str, attention: Attention, tap: SiteTap) -> None:
+def _attach_head(name: str, what: str, attention: Attention, part: nn.Module) -> None:
     """q, k, v are inputs of the attention module (after RoPE), z is its output; [T, heads * d_head]."""
     if name == "z":
-        _hook(attention, name, tap, Place("", after=lambda output: (output.flatten(1), None)))
+        _hook(attention, name, what, part, Place("", after=lambda output: (_rows(output), None)))
         return
     where = {"q": ("query", 0), "k": ("key", 1), "v": ("value", 2)}[name]
 
     def pick(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Picked:
         rows = kwargs[where[0]] if where[0] in kwargs else args[where[1]]
-        return rows.flatten(1), None
+        return _rows(rows), None
 
-    _hook(attention, name, tap, Place("", before=pick))
+    _hook(attention, name, what, part, Place("", before=pick))
 
 
-def _hook(module: nn.Module, name: str, tap: SiteTap, place: Place) -> None:
-    attribute = f"vllm_hook_{name}"
-    module.add_module(attribute, tap)
+def _rows(x: Tensor) -> Tensor:
+    """[T, heads * d_head] as a view: an edit of a copy would be lost."""
+    return x if x.dim() == 2 else x.view(x.shape[0], -1)
+
+
+def _hook(module: nn.Module, name: str, what: str, part: nn.Module, place: Place) -> None:
+    attribute = f"vllm_hook_{what}_{name}"
+    module.add_module(attribute, part)
     before, after = place.before, place.after
     if before is not None:
 

@@ -1,0 +1,230 @@
+"""The device memory of interventions: vectors, flags, and the tables of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import CapacityError
+from ..ops import edit as op
+from ..ops.site import SiteEdit
+from ..sites import ModelFacts, site
+from .edit_plan import EditPlan, EditState, Gate, RowEdit, Slots, group_places, initial_flag
+from .requests import Ranges
+
+Place = tuple[str, int]
+
+
+class VectorSource(Protocol):
+    """Where vectors come from, by the digest of their content."""
+
+    def vector(self, digest: str) -> Tensor: ...
+
+
+class EditBank:
+    """Vectors by slot (one bank a width), gate flags, and the tables that sites follow in a step."""
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        facts: ModelFacts,
+        rows: int,
+        requests: int,
+        slots: int,
+        device: torch.device,
+    ) -> None:
+        chains = 16 * requests
+        entries = 4 * chains + 1024
+        self.flag_slots = Slots(8 * requests, "gates")
+        self.row_flag_slots = Slots(64, "gates by row")
+        self.vector_slots = {"stream": Slots(slots, "vectors"), "head": Slots(slots, "vectors of head sites")}
+        n = max(len(places), 1)
+
+        def table(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        shared: dict[str, Tensor] = {
+            "edit_tables": table(n, 2, 1 + rows),
+            "chain_start": table(chains + 1),
+            "entry_int": table(entries, 9),
+            "entry_float": table(entries, 4, dtype=torch.float32),
+            "cond_tables": table(n, 2, 1 + rows),
+            "cond_int": table(chains, 6),
+            "cond_float": table(chains, 3, dtype=torch.float32),
+            "flags": table(self.flag_slots.capacity, dtype=torch.float32),
+            "acc": table(self.flag_slots.capacity, dtype=torch.float32),
+            "row_flags": table(self.row_flag_slots.capacity, rows, dtype=torch.float32),
+        }
+        self.state = {
+            "stream": op.EditState(**shared, bank=table(slots, facts.hidden, dtype=torch.float32)),
+            "head": op.EditState(**shared, bank=table(slots, facts.head_dim, dtype=torch.float32)),
+        }
+        self._site_ids = torch.full((n, 2), -1, dtype=torch.int32, device=device)
+        self._slot = {place: i for i, place in enumerate(places)}
+        self.edits = {
+            (name, layer): SiteEdit(self.state[site(name).kind].tensors(), self._site_ids[i])
+            for i, (name, layer) in enumerate(places)
+        }
+        self._active = False
+
+    def bytes(self) -> int:
+        tensors = {id(t): t for state in self.state.values() for t in state.tensors()}
+        return sum(t.numel() * t.element_size() for t in tensors.values())
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def admit(self, data: Sequence[Mapping[str, Any]], vectors: VectorSource) -> EditState:
+        """Give a request its slots. All or nothing: what is too much leaves nothing behind."""
+        taken: list[tuple[Slots, Any]] = []
+        try:
+            return self._admit(data, vectors, taken)
+        except BaseException:
+            for slots, key in taken:
+                slots.give_back(key)
+            raise
+
+    def _admit(
+        self, data: Sequence[Mapping[str, Any]], vectors: VectorSource, taken: list[tuple[Slots, Any]]
+    ) -> EditState:
+        fresh: list[tuple[int, float]] = []
+        own = object()  # flags are never shared: they are taken under a key of this request alone
+
+        def vector(kind: str, digest: str) -> int:
+            slot, new = self.vector_slots[kind].take(digest)
+            taken.append((self.vector_slots[kind], digest))
+            if new:
+                self.state[kind].bank[slot].copy_(vectors.vector(digest))
+            return slot
+
+        def flag(slots: Slots, which: Any) -> int:
+            key = (own, which)
+            slot, _ = slots.take(key)
+            taken.append((slots, key))
+            return slot
+
+        edits = []
+        for i, e in enumerate(data):
+            gate = None
+            if e["gate"] is not None:
+                g = e["gate"]
+                slots = self.row_flag_slots if g["per_row"] else self.flag_slots
+                number = flag(slots, ("gate", i))
+                if not g["per_row"]:
+                    fresh.append((number, initial_flag(g["over"])))
+                gate = _gate(g, vector("stream", g["u"]), number)
+            token_flag = flag(self.row_flag_slots, ("tokens", i)) if e["token_ids"] else -1
+            kind = site(e["site"]).kind
+            entries = tuple(
+                _entry(a, vector(kind, a[1]), vector(kind, a[2]), gate, token_flag) for a in e["atoms"]
+            )
+            edits.append(
+                RowEdit(
+                    places=tuple((e["site"], layer) for layer in e["layers"]),
+                    rows=_open_ranges(e["rows"]),
+                    entries=entries,
+                    gate=gate,
+                    token_ids=tuple(e["token_ids"]),
+                    explicit=None if e["explicit"] is None else _open_ranges(e["explicit"]),
+                    token_flag=token_flag,
+                )
+            )
+        return EditState(tuple(edits), group_places(edits), tuple(taken), fresh)
+
+    def release(self, state: EditState) -> None:
+        for slots, key in state.taken:
+            slots.give_back(key)
+        state.taken = ()
+
+    def used(self) -> dict[str, int]:
+        """Slots in use, for leak tests and status."""
+        return {
+            "vectors": sum(s.used for s in self.vector_slots.values()),
+            "gates": self.flag_slots.used + self.row_flag_slots.used,
+        }
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def load(self, plan: EditPlan, input_ids: Tensor) -> None:
+        """Make the sites follow ``plan``. ``input_ids``: tokens of this step's rows, on the device."""
+        shared = self.state["stream"]
+        for what, need, have in (
+            ("chains", len(plan.chain_start), shared.chain_start.shape[0]),
+            ("edits", len(plan.entry_int), shared.entry_int.shape[0]),
+            ("conditions", len(plan.cond_int), shared.cond_int.shape[0]),
+        ):
+            if need > have:
+                raise CapacityError(f"{need} {what} in one step, {have} reserved")
+        _fill(shared.edit_tables, plan.tables)
+        _fill(shared.cond_tables, plan.cond_tables)
+        for target, values in (
+            (shared.chain_start, plan.chain_start),
+            (shared.entry_int, plan.entry_int),
+            (shared.entry_float, plan.entry_float),
+            (shared.cond_int, plan.cond_int),
+            (shared.cond_float, plan.cond_float),
+        ):
+            target[: len(values)].copy_(torch.from_numpy(values))
+        for slot, value in plan.fresh:
+            shared.flags[slot] = value
+            shared.acc[slot] = 0.0
+        for row_flag in plan.row_flags:
+            shared.row_flags[row_flag].zero_()
+        for token_flag, ids, rows, sure in plan.token_rows:
+            index = torch.from_numpy(rows).long()
+            hit = torch.isin(input_ids[index], torch.tensor(ids, device=input_ids.device))
+            shared.row_flags[token_flag, index] = (hit | torch.from_numpy(sure)).float()
+        self._site_ids.fill_(-1)
+        for place, t in plan.table_of.items():
+            self._site_ids[self._slot[place], 0] = t
+        for place, t in plan.cond_table_of.items():
+            self._site_ids[self._slot[place], 1] = t
+        self._active = True
+
+    def clear(self) -> None:
+        """Make every site identity: dummy, profile and capture runs edit nothing."""
+        if self._active:
+            self._site_ids.fill_(-1)
+            self._active = False
+
+    def prove(self, run: Callable[[], None]) -> list[Place]:
+        """Run one forward in which every site follows a table without rows; the sites that did not."""
+        before = {place: int(edit.fired) for place, edit in self.edits.items()}
+        self.state["stream"].edit_tables[0, :, 0] = 0
+        self._site_ids[:, 0] = 0
+        try:
+            run()
+        finally:
+            self._site_ids.fill_(-1)
+        return [place for place, edit in self.edits.items() if int(edit.fired) == before[place]]
+
+
+def _fill(tables: Tensor, values: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    host = tables.numpy()
+    for t, (rows, which) in enumerate(values):
+        n = len(rows)
+        host[t, :, 0] = n
+        host[t, 0, 1 : 1 + n] = rows
+        host[t, 1, 1 : 1 + n] = which
+
+
+def _gate(g: Mapping[str, Any], u: int, flag: int) -> Gate:
+    ints = (g["kind"], u, g["over"], int(g["above"]), flag, int(g["per_row"]))
+    floats = (g["c"], g["bound"], float(max(g["count"], 1)))
+    return Gate((g["site"], g["layer"]), ints, floats, _open_ranges(g["rows"]), g["per_row"], flag)
+
+
+def _entry(
+    atom: Sequence[Any], u: int, v: int, gate: Gate | None, token_flag: int
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    kind, _, _, act, keep_norm, head, a, b, c, theta = atom
+    gate_kind = op.NO_GATE if gate is None else op.BY_ROW if gate.per_row else op.LATCHED
+    ints = (kind, u, v, act, int(keep_norm), head, gate_kind, -1 if gate is None else gate.flag, token_flag)
+    return ints, (a, b, c, theta)
+
+
+def _open_ranges(ranges: Sequence[Sequence[int]]) -> Ranges:
+    return tuple((a, None if b < 0 else b) for a, b in ranges)

@@ -1,0 +1,246 @@
+"""Which rows of a step get which edits: requests' interventions -> tables of the edit kernel.
+
+The worker's half of :mod:`vllm_hook.runtime.edits`. Vectors and gate flags live in slots; a slot of
+a vector is shared by content and counted, a flag belongs to one condition of one request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import CapacityError
+from ..ops import edit as op
+from .plan import BatchView, positions_within
+from .requests import Ranges
+
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A condition of one request: where it is read, at which rows, and the flag that it writes."""
+
+    place: Place
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+    rows: Ranges
+    per_row: bool
+    flag: int
+
+
+@dataclass(frozen=True)
+class RowEdit:
+    """One intervention of one request. ``entries`` are (ints, floats) of the kernel with slots filled in."""
+
+    places: tuple[Place, ...]
+    rows: Ranges
+    entries: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]
+    gate: Gate | None
+    token_ids: tuple[int, ...]
+    explicit: Ranges | None
+    token_flag: int
+
+
+class Slots:
+    """``capacity`` numbered slots for keys, shared and counted."""
+
+    def __init__(self, capacity: int, what: str) -> None:
+        self.capacity, self.what = capacity, what
+        self._free = list(range(capacity - 1, -1, -1))
+        self._slot: dict[Any, int] = {}
+        self._uses: Counter[Any] = Counter()
+
+    def take(self, key: Any) -> tuple[int, bool]:
+        """The slot of a key, and whether it is newly filled."""
+        self._uses[key] += 1
+        if key in self._slot:
+            return self._slot[key], False
+        if not self._free:
+            del self._uses[key]
+            raise CapacityError(f"all {self.capacity} slots for {self.what} are in use")
+        self._slot[key] = self._free.pop()
+        return self._slot[key], True
+
+    def give_back(self, key: Any) -> None:
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            del self._uses[key]
+            self._free.append(self._slot.pop(key))
+
+    @property
+    def used(self) -> int:
+        return len(self._slot)
+
+
+@dataclass
+class EditState:
+    """The interventions of one request, the slots it holds, and flags to set before its first step."""
+
+    edits: tuple[RowEdit, ...]
+    groups: tuple[tuple[tuple[Place, ...], tuple[int, ...]], ...]
+    taken: tuple[tuple[Slots, Any], ...]
+    fresh: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EditPlan:
+    """One step. ``tables[t]`` = (rows, chain of each row); ``cond_tables[t]`` = (rows, condition of each)."""
+
+    tables: tuple[tuple[np.ndarray, np.ndarray], ...]
+    table_of: Mapping[Place, int]
+    chain_start: np.ndarray
+    entry_int: np.ndarray
+    entry_float: np.ndarray
+    cond_tables: tuple[tuple[np.ndarray, np.ndarray], ...]
+    cond_table_of: Mapping[Place, int]
+    cond_int: np.ndarray
+    cond_float: np.ndarray
+    fresh: tuple[tuple[int, float], ...]
+    token_rows: tuple[tuple[int, tuple[int, ...], np.ndarray, np.ndarray], ...]
+    row_flags: tuple[int, ...]
+
+
+def make_edit_plan(
+    view: BatchView, states: Mapping[str, EditState], seen: Mapping[str, int]
+) -> EditPlan | None:
+    """Plan a step; None when it edits nothing. ``seen``: condition rows below it were evaluated
+    before a preemption, and their outcome is kept."""
+    builder = _Builder()
+    for i, req_id in enumerate(view.req_ids):
+        state = states.get(req_id)
+        if state is not None:
+            first, start = int(view.first[i]), int(view.starts[i])
+            stop = first + int(view.starts[i + 1]) - start
+            builder.request(state, first, stop, start - first, max(first, seen.get(req_id, 0)))
+    return builder.plan()
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.rows: dict[Place, list[tuple[int, np.ndarray, int]]] = {}
+        self.conds: dict[Place, list[tuple[int, np.ndarray, int]]] = {}
+        self.chains: list[int] = [0]
+        self.ints: list[tuple[int, ...]] = []
+        self.floats: list[tuple[float, ...]] = []
+        self.cond_ints: list[tuple[int, ...]] = []
+        self.cond_floats: list[tuple[float, ...]] = []
+        self.fresh: list[tuple[int, float]] = []
+        self.token_rows: list[tuple[int, tuple[int, ...], np.ndarray, np.ndarray]] = []
+        self.row_flags: set[int] = set()
+        self._pieces = 0
+
+    def request(self, state: EditState, first: int, stop: int, shift: int, fresh_from: int) -> None:
+        self.fresh += state.fresh
+        state.fresh = []
+        for edit in state.edits:
+            if edit.token_ids:
+                positions = positions_within(edit.rows, first, stop)
+                if positions.size:
+                    sure = np.isin(positions, positions_within(edit.explicit or (), first, stop))
+                    self.token_rows.append((edit.token_flag, edit.token_ids, positions + shift, sure))
+                    self.row_flags.add(edit.token_flag)
+            if edit.gate is not None:
+                self.gate(edit.gate, first, stop, shift, fresh_from)
+        for places, members in state.groups:
+            for a, b, active in _segments([state.edits[m].rows for m in members], first, stop):
+                chain = self.chain([state.edits[members[k]] for k in active])
+                piece = (self._pieces, np.arange(a, b, dtype=np.int32) + shift, chain)
+                self._pieces += 1
+                for place in places:
+                    self.rows.setdefault(place, []).append(piece)
+
+    def gate(self, gate: Gate, first: int, stop: int, shift: int, fresh_from: int) -> None:
+        positions = positions_within(gate.rows, first if gate.per_row else fresh_from, stop)
+        if gate.per_row:
+            self.row_flags.add(gate.flag)
+        if positions.size:
+            self.cond_ints.append(gate.ints)
+            self.cond_floats.append(gate.floats)
+            piece = (self._pieces, positions + shift, len(self.cond_ints) - 1)
+            self._pieces += 1
+            self.conds.setdefault(gate.place, []).append(piece)
+
+    def chain(self, edits: Sequence[RowEdit]) -> int:
+        for edit in edits:
+            for ints, floats in edit.entries:
+                self.ints.append(ints)
+                self.floats.append(floats)
+        self.chains.append(len(self.ints))
+        return len(self.chains) - 2
+
+    def plan(self) -> EditPlan | None:
+        if not self.rows and not self.conds:
+            return None
+        tables, table_of = _share(self.rows)
+        cond_tables, cond_table_of = _share(self.conds)
+        return EditPlan(
+            tables=tables,
+            table_of=table_of,
+            chain_start=np.asarray(self.chains, dtype=np.int32),
+            entry_int=np.asarray(self.ints, dtype=np.int32).reshape(-1, 9),
+            entry_float=np.asarray(self.floats, dtype=np.float32).reshape(-1, 4),
+            cond_tables=cond_tables,
+            cond_table_of=cond_table_of,
+            cond_int=np.asarray(self.cond_ints, dtype=np.int32).reshape(-1, 6),
+            cond_float=np.asarray(self.cond_floats, dtype=np.float32).reshape(-1, 3),
+            fresh=tuple(self.fresh),
+            token_rows=tuple(self.token_rows),
+            row_flags=tuple(sorted(self.row_flags)),
+        )
+
+
+def _segments(ranges: Sequence[Ranges], first: int, stop: int) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Cut [first, stop) where the set of ranges that hold changes: (a, b, which of them hold)."""
+    cuts = {first, stop}
+    for each in ranges:
+        for a, b in each:
+            cuts.update(x for x in (a, b) if x is not None and first < x < stop)
+    edges = sorted(cuts)
+    out = []
+    for a, b in zip(edges, edges[1:], strict=False):
+        active = tuple(
+            k for k, each in enumerate(ranges) if any(x <= a and (y is None or a < y) for x, y in each)
+        )
+        if active:
+            out.append((a, b, active))
+    return out
+
+
+def _share(
+    pieces: Mapping[Place, list[tuple[int, np.ndarray, int]]],
+) -> tuple[tuple[tuple[np.ndarray, np.ndarray], ...], dict[Place, int]]:
+    """Places with the same pieces share a table of (rows, index of each row)."""
+    ids: dict[tuple[int, ...], int] = {}
+    tables: list[tuple[np.ndarray, np.ndarray]] = []
+    table_of: dict[Place, int] = {}
+    for place, mine in pieces.items():
+        key = tuple(number for number, _, _ in mine)
+        if key not in ids:
+            ids[key] = len(tables)
+            rows = np.concatenate([rows for _, rows, _ in mine])
+            which = np.concatenate([np.full(len(rows), index, dtype=np.int32) for _, rows, index in mine])
+            tables.append((rows, which))
+        table_of[place] = ids[key]
+    return tuple(tables), table_of
+
+
+def group_places(edits: Sequence[RowEdit]) -> tuple[tuple[tuple[Place, ...], tuple[int, ...]], ...]:
+    """(places, edits that meet there in order) for one request: places with the same edits together."""
+    at: dict[Place, list[int]] = {}
+    for i, edit in enumerate(edits):
+        for place in edit.places:
+            at.setdefault(place, []).append(i)
+    groups: dict[tuple[int, ...], list[Place]] = {}
+    for place, members in at.items():
+        groups.setdefault(tuple(members), []).append(place)
+    return tuple((tuple(places), members) for members, places in groups.items())
+
+
+def initial_flag(over: int) -> float:
+    """A latched flag before its first row: ``all`` starts true, the others false."""
+    return 1.0 if over == op.ALL else 0.0
