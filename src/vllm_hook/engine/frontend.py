@@ -215,8 +215,8 @@ class Frontend:
             free = self.settings.slots - len(held)
             if len(new) > free:
                 raise CapacityError(
-                    f"the request needs {len(new)} more vector slots and {free} of {self.settings.slots} are free: "
-                    "wait for running requests, use vectors that they use, or start the engine with more `slots`"
+                    f"the request needs {len(new)} more vector slots; {free} of {self.settings.slots} are free. "
+                    "Wait for running requests, share vectors, or start the engine with more `slots`"
                 )
 
     def _check_size(self, context: Context, params: SamplingParams) -> None:

@@ -42,6 +42,7 @@ def key_reader(attention: Attention) -> KeyReader:
     cache = attention.kv_cache
     return KeyReader(
         page_keys=cpu_page_keys(cache, attention.isa, attention.head_size),
+        page_values=lambda page, head: cpu_page_values(cache, attention.isa, attention.head_size)(page, head),
         page_size=cache.shape[2],
         group=attention.num_heads // attention.num_kv_heads,
         rule=attention_rule(attention),
@@ -80,6 +81,15 @@ def cpu_page_keys(cache: Tensor, isa: str, width: int) -> PageKeys:
     raise UnsupportedError(
         f"attention sites: the CPU KV-cache layout {isa!r} ({cache.dtype}) is not supported"
     )
+
+
+def cpu_page_values(cache: Tensor, isa: str, width: int) -> PageKeys:
+    """CPU backend: values of a page and KV head, [N, D], a view; the second half of each head's 2ND."""
+    pages, kv_heads, size, _ = cache.shape
+    if isa not in _CPU_TRANSPOSED:
+        raise UnsupportedError(f"method attend: values of the CPU KV-cache layout {isa!r} cannot be read yet")
+    values = cache.view(pages, kv_heads, 2, size * width)[:, :, 1].view(pages, kv_heads, size, width)
+    return lambda page, head: values[page, head]
 
 
 def page_list(table_row: Sequence[int] | Tensor, keys: int, page_size: int) -> list[int]:

@@ -24,6 +24,7 @@ from ..runtime.edits import ORDER
 from ..runtime.plan import BatchView, StepPlan, make_plan
 from ..runtime.requests import Tracker
 from . import kv_cache
+from .attend import steer_attention
 from .models import decoder
 from .settings import Settings
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 OUTPUT_KEY = "vllm_hook"
 
 #: What a step yields: rows by request id, and requests whose rows were lost with the reason.
+Blob = bytes
 StepRows = tuple[dict[str, list[Record]], dict[str, str]]
 
 
@@ -67,8 +69,9 @@ class RunnerHook:
             self.bank = SiteBank(
                 settings.armed, settings.facts, settings.last_rows, settings.all_rows, dtype, device
             )
+            places = [place for place in settings.armed.edits if place[0] != "attention"]
             self.edits = EditBank(
-                sorted(settings.armed.edits, key=lambda place: (place[1], ORDER[place[0]])),
+                sorted(places, key=lambda place: (place[1], ORDER[place[0]])),
                 settings.facts,
                 settings.all_rows,
                 settings.requests,
@@ -76,6 +79,10 @@ class RunnerHook:
                 device,
             )
         decoder.attach(model, self.edits.edits, "edit")
+        for name, layer in settings.armed.edits:
+            if name == "attention":
+                kv_cache.check_readable(self.attention[layer])
+                steer_attention(self, layer)
         decoder.attach(model, self.bank.taps, "tap")
         self.tracker = Tracker(self.edits)
         self._readers: dict[int, KeyReader] = {}
@@ -213,7 +220,7 @@ class RunnerHook:
                 "Remove vLLM's compile cache (VLLM_CACHE_ROOT) and start again"
             )
 
-    def set_tensors(self, key: str, blob: bytes | None) -> None:
+    def set_tensors(self, key: str, blob: Blob | None) -> None:
         """Take over, or drop, the tensors of a loaded program. Running requests keep what they have."""
         if blob is None:
             self.tracker.drop_tensors(key)

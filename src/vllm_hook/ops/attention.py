@@ -72,6 +72,68 @@ def attention_mass(
     return out
 
 
+def attend(
+    out_NHD: Tensor,
+    q_NHD: Tensor,
+    positions: Sequence[int],
+    heads: Sequence[int],
+    span: Sequence[Range],
+    weight: float | None,
+    mass: float | None,
+    pages: Sequence[int],
+    page_keys: PageKeys,
+    page_values: PageKeys,
+    page_size: int,
+    group: int,
+    rule: AttentionRule,
+) -> None:
+    """Multiply the unnormalised attention of rows and heads to ``span`` by ``weight``, renormalise, and
+    put the outputs that follow into ``out`` (post-hoc attention steering, arXiv 2311.02262).
+
+    With S the share of the span and o_S its part of the output, the output becomes
+    ``(out + (w - 1) o_S) / (1 + (w - 1) S)``: the rest of the row is not computed again. ``mass`` m
+    instead of a weight takes the w that brings the share to m, where it is less.
+    """
+    for a, b in row_blocks(positions, len(heads)):
+        probs = attention_rows(q_NHD[a:b], positions[a:b], heads, pages, page_keys, page_size, group, rule)
+        share = torch.zeros(probs.shape[:2], dtype=torch.float32, device=probs.device)
+        part = torch.zeros(*probs.shape[:2], out_NHD.shape[-1], dtype=torch.float32, device=probs.device)
+        for page, low, high in _span_pages(span, probs.shape[-1], page_size):
+            p = probs[:, :, low:high]
+            share += p.sum(-1)
+            for i, head in enumerate(heads):
+                values = page_values(pages[page], head // group)
+                part[i] += p[i] @ values[low - page * page_size : high - page * page_size].float()
+        gain = _gain(share, weight, mass)
+        index = torch.tensor(list(heads), device=out_NHD.device)
+        before = out_NHD[a:b, index].float().transpose(0, 1)
+        after = (before + gain[..., None] * part) / (1 + gain * share)[..., None]
+        changed = (gain != 0) & (share > 0)
+        out_NHD[a:b, index] = torch.where(changed[..., None], after, before).transpose(0, 1).to(out_NHD.dtype)
+
+
+def _gain(share: Tensor, weight: float | None, mass: float | None) -> Tensor:
+    """w - 1 for every row and head."""
+    if weight is not None:
+        return torch.full_like(share, weight - 1)
+    assert mass is not None
+    needed = mass * (1 - share) / (share.clamp_min(1e-30) * (1 - mass))
+    return torch.where((share > 0) & (share < mass), needed - 1, torch.zeros_like(share))
+
+
+def _span_pages(span: Sequence[Range], keys: int, page_size: int) -> list[tuple[int, int, int]]:
+    """(page, first key, end) for the parts of a span that lie in one page."""
+    parts = []
+    for start, end in span:
+        low, stop = start, min(end, keys)
+        while low < stop:
+            page = low // page_size
+            high = min(stop, (page + 1) * page_size)
+            parts.append((page, low, high))
+            low = high
+    return parts
+
+
 def row_blocks(positions: Sequence[int], heads: int) -> list[Range]:
     """Cut query rows into blocks whose logits fit :data:`LOGIT_BYTES`."""
     if not positions:

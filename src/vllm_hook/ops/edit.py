@@ -13,7 +13,8 @@ of edits, applied in order, each on what the one before left. Vectors lie in a b
 
 Tables, all int32 or float32 and of fixed address::
 
-    tables[t, 0] = [n, rows...]      tables[t, 1] = [n, what...]   edits: a chain a row; conditions: an index a row
+    tables[t, 0] = [n, rows...]
+    tables[t, 1] = [n, what...]            a chain for each row; for conditions, a condition
     chain_start[c]..chain_start[c+1] are the entries of chain c
     entry_int  [entries, 9]: KIND U V ACT KEEP_NORM HEAD GATE_KIND GATE ROW_GATE
     entry_float[entries, 4]: A B C THETA

@@ -36,6 +36,7 @@ class KeyReader:
     """How to read one layer's keys: see :mod:`vllm_hook.ops.attention`."""
 
     page_keys: ops_attention.PageKeys
+    page_values: ops_attention.PageKeys
     page_size: int
     group: int
     rule: AttentionRule

@@ -13,7 +13,17 @@ from ..errors import CapacityError
 from ..ops import edit as op
 from ..ops.site import SiteEdit
 from ..sites import ModelFacts, site
-from .edit_plan import EditPlan, EditState, Gate, RowEdit, Slots, group_places, initial_flag
+from .edit_plan import (
+    Attend,
+    AttendPiece,
+    EditPlan,
+    EditState,
+    Gate,
+    RowEdit,
+    Slots,
+    group_places,
+    initial_flag,
+)
 from .requests import Ranges
 
 Place = tuple[str, int]
@@ -69,6 +79,7 @@ class EditBank:
             (name, layer): SiteEdit(self.state[site(name).kind].tensors(), self._site_ids[i])
             for i, (name, layer) in enumerate(places)
         }
+        self.attends: Mapping[int, Sequence[AttendPiece]] = {}
         self._active = False
 
     def bytes(self) -> int:
@@ -107,6 +118,7 @@ class EditBank:
             return slot
 
         edits = []
+        attends = []
         for i, e in enumerate(data):
             gate = None
             if e["gate"] is not None:
@@ -121,9 +133,11 @@ class EditBank:
             entries = tuple(
                 _entry(a, vector(kind, a[1]), vector(kind, a[2]), gate, token_flag) for a in e["atoms"]
             )
+            if e["attend"] is not None:
+                attends.append(_attend(e, gate, token_flag))
             edits.append(
                 RowEdit(
-                    places=tuple((e["site"], layer) for layer in e["layers"]),
+                    places=() if e["attend"] is not None else tuple((e["site"], n) for n in e["layers"]),
                     rows=_open_ranges(e["rows"]),
                     entries=entries,
                     gate=gate,
@@ -132,7 +146,7 @@ class EditBank:
                     token_flag=token_flag,
                 )
             )
-        return EditState(tuple(edits), group_places(edits), tuple(taken), fresh)
+        return EditState(tuple(edits), group_places(edits), tuple(taken), fresh, tuple(attends))
 
     def release(self, state: EditState) -> None:
         for slots, key in state.taken:
@@ -182,12 +196,26 @@ class EditBank:
             self._site_ids[self._slot[place], 0] = t
         for place, t in plan.cond_table_of.items():
             self._site_ids[self._slot[place], 1] = t
+        self.attends = plan.attends
         self._active = True
+
+    def open_rows(self, piece: AttendPiece) -> np.ndarray:
+        """Which rows of a piece its gates let through. Reads flags on the host: CPU only."""
+        state, attend = self.state["stream"], piece.attend
+        rows = torch.from_numpy(piece.rows).long()
+        keep = torch.ones(len(rows), dtype=torch.bool)
+        if attend.token_flag >= 0:
+            keep &= state.row_flags[attend.token_flag, rows] > 0
+        if attend.gate is not None:
+            flags = state.row_flags[attend.gate.flag, rows] if attend.gate.per_row else None
+            keep &= (state.flags[attend.gate.flag] > 0) if flags is None else (flags > 0)
+        return np.flatnonzero(keep.numpy())
 
     def clear(self) -> None:
         """Make every site identity: dummy, profile and capture runs edit nothing."""
         if self._active:
             self._site_ids.fill_(-1)
+            self.attends = {}
             self._active = False
 
     def prove(self, run: Callable[[], None]) -> list[Place]:
@@ -215,6 +243,21 @@ def _gate(g: Mapping[str, Any], u: int, flag: int) -> Gate:
     ints = (g["kind"], u, g["over"], int(g["above"]), flag, int(g["per_row"]))
     floats = (g["c"], g["bound"], float(max(g["count"], 1)))
     return Gate((g["site"], g["layer"]), ints, floats, _open_ranges(g["rows"]), g["per_row"], flag)
+
+
+def _attend(e: Mapping[str, Any], gate: Gate | None, token_flag: int) -> Attend:
+    heads: dict[int, tuple[int, ...]] = {}
+    for layer, head in e["attend"]["heads"]:
+        heads[layer] = (*heads.get(layer, ()), head)
+    return Attend(
+        heads=heads,
+        span=tuple((a, b) for a, b in e["attend"]["span"]),
+        weight=e["attend"]["weight"],
+        mass=e["attend"]["mass"],
+        rows=_open_ranges(e["rows"]),
+        gate=gate,
+        token_flag=token_flag,
+    )
 
 
 def _entry(

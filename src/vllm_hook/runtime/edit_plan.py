@@ -34,6 +34,29 @@ class Gate:
 
 
 @dataclass(frozen=True)
+class Attend:
+    """``method: attend`` of one request: heads by layer, key ranges, a weight or a mass."""
+
+    heads: Mapping[int, tuple[int, ...]]
+    span: tuple[tuple[int, int], ...]
+    weight: float | None
+    mass: float | None
+    rows: Ranges
+    gate: Gate | None
+    token_flag: int
+
+
+@dataclass(frozen=True)
+class AttendPiece:
+    """Rows of one step that one :class:`Attend` changes, at ``positions``, of request ``batch_index``."""
+
+    attend: Attend
+    batch_index: int
+    rows: np.ndarray
+    positions: np.ndarray
+
+
+@dataclass(frozen=True)
 class RowEdit:
     """One intervention of one request. ``entries`` are (ints, floats) of the kernel with slots filled in."""
 
@@ -85,6 +108,7 @@ class EditState:
     groups: tuple[tuple[tuple[Place, ...], tuple[int, ...]], ...]
     taken: tuple[tuple[Slots, Any], ...]
     fresh: list[tuple[int, float]] = field(default_factory=list)
+    attends: tuple[Attend, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +127,7 @@ class EditPlan:
     fresh: tuple[tuple[int, float], ...]
     token_rows: tuple[tuple[int, tuple[int, ...], np.ndarray, np.ndarray], ...]
     row_flags: tuple[int, ...]
+    attends: Mapping[int, Sequence[AttendPiece]]
 
 
 def make_edit_plan(
@@ -116,7 +141,7 @@ def make_edit_plan(
         if state is not None:
             first, start = int(view.first[i]), int(view.starts[i])
             stop = first + int(view.starts[i + 1]) - start
-            builder.request(state, first, stop, start - first, max(first, seen.get(req_id, 0)))
+            builder.request(i, state, first, stop, start - first, max(first, seen.get(req_id, 0)))
     return builder.plan()
 
 
@@ -132,9 +157,10 @@ class _Builder:
         self.fresh: list[tuple[int, float]] = []
         self.token_rows: list[tuple[int, tuple[int, ...], np.ndarray, np.ndarray]] = []
         self.row_flags: set[int] = set()
+        self.attends: dict[int, list[AttendPiece]] = {}
         self._pieces = 0
 
-    def request(self, state: EditState, first: int, stop: int, shift: int, fresh_from: int) -> None:
+    def request(self, i: int, state: EditState, first: int, stop: int, shift: int, fresh_from: int) -> None:
         self.fresh += state.fresh
         state.fresh = []
         for edit in state.edits:
@@ -146,6 +172,12 @@ class _Builder:
                     self.row_flags.add(edit.token_flag)
             if edit.gate is not None:
                 self.gate(edit.gate, first, stop, shift, fresh_from)
+        for attend in state.attends:
+            positions = positions_within(attend.rows, first, stop)
+            if positions.size:
+                for layer in attend.heads:
+                    piece_at = AttendPiece(attend, i, positions + shift, positions)
+                    self.attends.setdefault(layer, []).append(piece_at)
         for places, members in state.groups:
             for a, b, active in _segments([state.edits[m].rows for m in members], first, stop):
                 chain = self.chain([state.edits[members[k]] for k in active])
@@ -174,7 +206,7 @@ class _Builder:
         return len(self.chains) - 2
 
     def plan(self) -> EditPlan | None:
-        if not self.rows and not self.conds:
+        if not self.rows and not self.conds and not self.attends:
             return None
         tables, table_of = _share(self.rows)
         cond_tables, cond_table_of = _share(self.conds)
@@ -191,6 +223,7 @@ class _Builder:
             fresh=tuple(self.fresh),
             token_rows=tuple(self.token_rows),
             row_flags=tuple(sorted(self.row_flags)),
+            attends=self.attends,
         )
 
 

@@ -103,6 +103,7 @@ class CompiledEdit:
     atoms: tuple[Atom, ...]
     condition: Condition | None
     scalars: Mapping[str, float]
+    heads: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,14 +147,18 @@ class _Compiler:
         if length == 0:
             self.wrong(path, "is a zero vector, where a direction is needed")
             return vector
-        return vector / length
+        unit: Tensor = vector / length
+        return unit
 
     def edit(self, checked: CheckedEdit) -> CompiledEdit:
         e = checked.edit
         path = ("intervene", checked.id)
         if isinstance(e, AttendEdit):
-            raise UnsupportedError(
-                f"{self.checked.source}: {'.'.join(path)}: method attend is not available in this version"
+            condition = None if e.when is None else self.condition((*path, "when"), e.when)
+            amount = {"weight": e.weight, "mass": e.mass}
+            scalars = {name: value for name, value in amount.items() if value is not None}
+            return CompiledEdit(
+                checked.id, checked.site, checked.layers, (), condition, scalars, checked.heads or ()
             )
         atoms, scalars = self.atoms(path, e)
         if site(checked.site).kind == "head":
@@ -280,13 +285,18 @@ def with_scalars(edit: CompiledEdit, values: Mapping[str, float]) -> CompiledEdi
     """The edit with a request's own strength, target, angle, a or b."""
     if not values:
         return edit
+    if edit.heads:
+        name, value = next(iter(values.items()))
+        if value <= 0 or (name == "mass" and value >= 1):
+            raise ProgramError("hook.set", f"{edit.id}.{name} is {value}; weight > 0, 0 < mass < 1 is needed")
+        return replace(edit, scalars=dict(values))
     atoms = []
     for atom in edit.atoms:
         if "angle" in values:
             atom = turned(atom, values["angle"])
         for name, part in (("strength", "a"), ("target", "a"), ("a", "a"), ("b", "b")):
             if name in values:
-                atom = replace(atom, **{part: values[name]})
+                atom = replace(atom, a=values[name]) if part == "a" else replace(atom, b=values[name])
         atoms.append(atom)
     return replace(edit, atoms=tuple(atoms))
 
@@ -330,6 +340,8 @@ def resolve_edits(
             kind = site(edit.site).kind
             vectors.update((kind, v) for atom in edit.atoms for v in (atom.u, atom.v))
             data.append(_plain(edit, rows, gate, len(prompt)))
+            if edit.heads:
+                data[-1]["attend"] = _attend(edit, rows)
             starts = [a for a, _ in data[-1]["rows"]]
             if starts and any(_affects_kv(edit.site, layer, facts) for layer in edit.layers):
                 first.append(min(starts))
@@ -406,6 +418,17 @@ def _plain(
         "explicit": _closed(rows.rows) if rows.token_ids else None,
         "atoms": [[a.kind, a.u, a.v, a.act, a.keep_norm, a.head, a.a, a.b, a.c, a.theta] for a in edit.atoms],
         "gate": gate,
+        "attend": None,
+    }
+
+
+def _attend(edit: CompiledEdit, rows: ResolvedEdit) -> dict[str, Any]:
+    """What ``method: attend`` adds: heads, the span's ranges, and how much."""
+    return {
+        "heads": [list(head) for head in edit.heads],
+        "span": [list(r) for _, ranges in rows.keys for r in ranges],
+        "weight": edit.scalars.get("weight"),
+        "mass": edit.scalars.get("mass"),
     }
 
 

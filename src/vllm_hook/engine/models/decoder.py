@@ -9,7 +9,7 @@ model is loaded and before its first forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,7 @@ def supported_sites(model: nn.Module) -> tuple[str, ...]:
     return (*places, "final_norm", *heads) if places else heads
 
 
-def attach(model: nn.Module, parts: dict[tuple[str, int], SiteTap | SiteEdit], what: str) -> None:
+def attach(model: nn.Module, parts: Mapping[tuple[str, int], SiteTap | SiteEdit], what: str) -> None:
     """Put every part (``what`` is "tap" or "edit") into its place. Parts run in the order in which
     they are attached: edits first, so that taps see what the edits made.
 
