@@ -39,24 +39,8 @@ from ..sites import ModelFacts, site
 from ..tensors import Probe, SaeFeatures
 
 #: Order in which sites are run within a layer.
-ORDER = {
-    name: i
-    for i, name in enumerate(
-        (
-            "embed",
-            "resid_pre",
-            "q",
-            "k",
-            "v",
-            "z",
-            "attn_out",
-            "resid_mid",
-            "mlp_out",
-            "resid_post",
-            "final_norm",
-        )
-    )
-}
+_IN_ORDER = "embed resid_pre q k v attention z attn_out resid_mid mlp_out resid_post final_norm"
+ORDER = {name: i for i, name in enumerate(_IN_ORDER.split())}
 #: Most edits that one row of one site may be given.
 CHAIN_LIMIT = 64
 
