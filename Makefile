@@ -22,9 +22,10 @@ help:
 	@echo "make clean   remove .venv, caches and out/"
 
 $(STAMP): pyproject.toml scripts/repair_torchvision.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[cpu,demo,dev]'
-	$(BIN)/python scripts/repair_torchvision.py
+	@echo "installing into $(VENV) (once, about two minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq -e '.[cpu,demo,dev]'
+	@$(BIN)/python scripts/repair_torchvision.py
 	@touch $@
 
 install: $(STAMP)

@@ -20,7 +20,11 @@ def imports(name: str) -> bool:
 
 def broken() -> bool:
     """Whether torchvision is installed and fails to import although torch does import."""
-    return importlib.util.find_spec("torchvision") is not None and not imports("torchvision") and imports("torch")
+    return (
+        importlib.util.find_spec("torchvision") is not None
+        and not imports("torchvision")
+        and imports("torch")
+    )
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
@@ -19,7 +20,7 @@ os.environ.update(
 )
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pytest  # noqa: E402
+import pytest
 
 #: Arms every site of every layer for every row.
 EVERY_SITE = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z")
@@ -35,9 +36,11 @@ TINY_ENGINE: dict[str, Any] = {
 
 
 def stop_engine(llm: Any) -> None:
-    """Shut a ``HookLLM`` or ``vllm.LLM`` down and give its memory back."""
+    """Shut a ``HookLLM`` or ``vllm.LLM`` down, but not the process groups, which other engines of this
+    process share."""
     engine = getattr(llm, "llm", llm).llm_engine
-    engine.engine_core.shutdown()
+    with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
+        engine.engine_core.shutdown()
     gc.collect()
 
 

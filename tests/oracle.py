@@ -59,6 +59,7 @@ def _recording(reference: Reference, seen: dict[str, list[Tensor]]) -> Iterator[
         return args[0] if args else next(iter(kwargs.values()))
 
     with ExitStack() as stack:
+
         def on_output(module: Any, site: str) -> None:
             stack.callback(module.register_forward_hook(lambda m, a, out: keep(site, out)).remove)
 
@@ -116,11 +117,15 @@ def assert_rows_close(got: Tensor, want: Tensor, rel: float = 1e-4, what: str = 
     if not worst <= rel:
         bad = int((~(errors <= rel)).sum())
         at = [int(i) for i in torch.unravel_index(errors.nan_to_num(float("inf")).argmax(), errors.shape)]
-        raise AssertionError(f"{what}: {bad} of {errors.numel()} rows differ by more than {rel}; worst {worst:.3g} at {at}")
+        raise AssertionError(
+            f"{what}: {bad} of {errors.numel()} rows differ by more than {rel}; worst {worst:.3g} at {at}"
+        )
     return worst
 
 
-def assert_probs_close(got: Tensor, want: Tensor, dp: float = 3e-5, sums: float | None = 1e-5, what: str = "") -> float:
+def assert_probs_close(
+    got: Tensor, want: Tensor, dp: float = 3e-5, sums: float | None = 1e-5, what: str = ""
+) -> float:
     """Attention probabilities: every one within ``dp``, rows sum to 1 +- ``sums`` (None: not checked)."""
     if got.shape != want.shape:
         raise AssertionError(f"{what}: shape {list(got.shape)}, expected {list(want.shape)}")
@@ -139,7 +144,9 @@ def fed(output: Any, sample: int = 0) -> list[int]:
     return [*output.prompt_token_ids, *output.outputs[sample].token_ids][:-1]
 
 
-def positions_of(selector: Any, prompt: Sequence[int], generated: Sequence[int], spans: dict[str, list[range]]) -> set[int]:
+def positions_of(
+    selector: Any, prompt: Sequence[int], generated: Sequence[int], spans: dict[str, list[range]]
+) -> set[int]:
     """Brute force: test every fed position against the meaning of a selector (api.md)."""
     n, total = len(prompt), len(prompt) + max(len(generated) - 1, 0)
     tokens = [*prompt, *generated]

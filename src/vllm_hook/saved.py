@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from .errors import HookError
-from .results import HookResult, Observed
+from .results import HookResult
 from .show import Table, attention_figure, png, save_html, score_figure
 
 #: Heat maps of at most this many prompts; beyond it, those of the highest and the lowest score.
@@ -75,7 +75,9 @@ def _load_one(path: Path) -> Saved:
     beside = path.with_suffix(".json")
     try:
         words = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
-        return Saved(path.stem, result, **{k: words[k] for k in ("tokens", "style", "prompt", "text") if k in words})
+        return Saved(
+            path.stem, result, **{k: words[k] for k in ("tokens", "style", "prompt", "text") if k in words}
+        )
     except (ValueError, TypeError, OSError) as error:
         raise HookError(f"{beside}: cannot be read: {error}") from None
 
@@ -99,6 +101,7 @@ def figures(items: Sequence[Saved], title: str = "Attention of the last prompt t
     mapped = [(item, row) for item in items if (row := attention_row(item)) is not None]
     if len(mapped) > MOST_MAPS:
         mapped = _extremes(mapped)
+    mapped.sort(key=lambda pair: not pair[0].style.startswith("normal"))
     if mapped:
         heads = mapped[0][1].heads
         mapped = [(item, row) for item, row in mapped if row.heads == heads]
@@ -110,7 +113,7 @@ def figures(items: Sequence[Saved], title: str = "Attention of the last prompt t
             [row.spans for _, row in mapped],
         )
     for id, (by_style, threshold) in scores_by_style(items).items():
-        found[f"Score {id} by kind of prompt"] = score_figure(by_style, threshold, title=f"Score {id}", label=id)
+        found[f"Score {id} by kind of prompt"] = score_figure(by_style, threshold, title=id, label="score")
     return found
 
 
@@ -135,21 +138,16 @@ def attention_row(item: Saved) -> AttentionRow | None:
             length = seen.positions[-1] + 1
             if length <= len(item.tokens):
                 spans = _spans(item.result, id.rpartition("/")[0])
-                return AttentionRow(list(item.tokens[:length]), _last_row(seen, length), list(seen.heads), spans)
+                words, weights = list(item.tokens[:length]), seen.values[:, -1, :length].float()
+                return AttentionRow(words, weights, list(seen.heads), spans)
     return None
 
 
-def _last_row(seen: Observed, length: int) -> torch.Tensor:
-    return seen.values[:, -1, :length].float()
-
-
 def _spans(result: HookResult, program: str) -> dict[str, tuple[int, int]]:
-    """The program's spans of one range each, by bare name."""
-    return {
-        id.rpartition("/")[2]: ranges[0]
-        for id, ranges in result.spans.items()
-        if id.rpartition("/")[0] == program and len(ranges) == 1
-    }
+    """Spans of one range each by bare name: the program's own, else those of any program."""
+    single = {id: ranges[0] for id, ranges in result.spans.items() if len(ranges) == 1}
+    own = {id: span for id, span in single.items() if id.rpartition("/")[0] == program}
+    return {id.rpartition("/")[2]: span for id, span in (own or single).items()}
 
 
 def _extremes(mapped: list[tuple[Saved, AttentionRow]]) -> list[tuple[Saved, AttentionRow]]:
@@ -184,7 +182,9 @@ def verdict(flagged: bool | None) -> str:
     return {None: "", True: "FLAGGED", False: "ok"}[flagged]
 
 
-def write(path: Path, figures: Mapping[str, Figure], tables: Sequence[Table] = (), title: str = "vLLM Hook") -> Path:
+def write(
+    path: Path, figures: Mapping[str, Figure], tables: Sequence[Table] = (), title: str = "vLLM Hook"
+) -> Path:
     """A page (``.html``) or one image of all figures (``.png``), by the name's ending."""
     if path.suffix not in (".html", ".png"):
         raise HookError(f"{path}: the name must end in .html or .png")

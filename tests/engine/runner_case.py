@@ -14,8 +14,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 model, runner, mode = sys.argv[1:4]
 os.environ.update(
-    HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING", VLLM_HOST_IP="127.0.0.1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0", VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    VLLM_HOST_IP="127.0.0.1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_USE_V2_MODEL_RUNNER="0",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    OMP_NUM_THREADS="1",  # a tiny model; two configurations run side by side
 )
 if runner.startswith("v2"):
     os.environ.update(VLLM_USE_V2_MODEL_RUNNER="1", TRITON_INTERPRET="1")
@@ -30,9 +37,11 @@ if runner.startswith("v2"):
     triton.backends.backends["cpu"] = _Cpu  # before vllm is imported, which looks for it
 
 import torch  # noqa: E402
+
 from oracle import Reference, fed, row_errors  # noqa: E402
 
-BLOCK, BLOCKS, LAYERS = 32, 48, [0, 1, 2, 3]
+BLOCK, BLOCKS, LAYERS = 32, 40, [0, 1, 2, 3]
+PREEMPTED = [*range(50, 61), 180]  # lengths of prompts; the last come in last and are preempted first
 SPANS = {"start": {"tokens": [0, 2]}, "rest": {"tokens": [2, None]}}
 
 
@@ -45,8 +54,12 @@ def program(name, sites, selector, attention=()):
 
 
 PROGRAMS = [
-    program("everywhere", ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z"), "all",
-            ("attention", "attention_mass")),
+    program(
+        "everywhere",
+        ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z"),
+        "all",
+        ("attention", "attention_mass"),
+    ),
     program("last", ("resid_post",), "last_prompt", ("attention_mass",)),
     program("prompt", ("resid_post",), "prompt", ("attention_mass",)),
     program("tail", ("resid_post",), {"range": [-3, None]}),
@@ -61,10 +74,10 @@ def tokens(lengths, seed):
     return [{"prompt_token_ids": [r.randrange(10, 500) for _ in range(n)]} for n in lengths]
 
 
-def params(n, **more):
+def params(max_tokens, **more):
     from vllm import SamplingParams
 
-    return SamplingParams(**{"temperature": 0, "max_tokens": n, "ignore_eos": True, **more})
+    return SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **more})
 
 
 def make_engine():
@@ -81,8 +94,16 @@ def make_engine():
     from vllm_hook.llm import HookLLM
 
     return HookLLM(
-        model, programs=PROGRAMS, max_model_len=512, max_num_seqs=40, max_num_batched_tokens=128, block_size=BLOCK,
-        num_gpu_blocks_override=BLOCKS, dtype="float32", enforce_eager=mode == "eager", seed=0,
+        model,
+        programs=PROGRAMS,
+        max_model_len=512,
+        max_num_seqs=40,
+        max_num_batched_tokens=128,
+        block_size=BLOCK,
+        num_gpu_blocks_override=BLOCKS,
+        dtype="float32",
+        enforce_eager=mode == "eager",
+        seed=0,
     )
 
 
@@ -114,8 +135,13 @@ class Judge:
             else:
                 rel = max(rel, float(row_errors(got.values, want[got.site][:, rows]).max()))
         return {
-            "prompt": len(output.prompt_token_ids), "fed": len(fed(output, sample)), "positions": positions,
-            "rel": rel, "dp": dp, "errors": result.errors, "cached": output.num_cached_tokens,
+            "prompt": len(output.prompt_token_ids),
+            "fed": len(fed(output, sample)),
+            "positions": positions,
+            "rel": rel,
+            "dp": dp,
+            "errors": result.errors,
+            "cached": output.num_cached_tokens,
         }
 
 
@@ -133,40 +159,55 @@ def main():
         return llm.generate(prompts, sampling, hook=hook, use_tqdm=False)
 
     # A prompt of 300 in chunks of 128, beside others.
-    told["chunked"] = [judge(o) for o in run(tokens((7, 50, 300, 1, 201, 17), 0), params(5), "everywhere")]
-    told["chunked_last"] = [judge(o) for o in run(tokens((300, 2, 290), 1), params(3), "last")]
+    told["chunked"] = [judge(o) for o in run(tokens((7, 50, 300, 3, 201, 17), 0), params(5), "everywhere")]
+    told["chunked_last"] = [judge(o) for o in run(tokens((300, 4, 290), 1), params(3), "last")]
 
     # A warm prefix cache: the second prompt shares 320 tokens with the first.
     base = tokens((320,), 2)[0]["prompt_token_ids"]
     run([{"prompt_token_ids": base}], params(1), False)
-    shared = [{"prompt_token_ids": base + extra["prompt_token_ids"]} for extra in tokens((9, 20, 33, 40, 12), 3)]
+    shared = [
+        {"prompt_token_ids": base + extra["prompt_token_ids"]} for extra in tokens((9, 20, 33, 40, 12), 3)
+    ]
     for key, prompt, hook in zip(
-        ("plain", "last", "tail", "new", "prompt"), shared, (False, "last", "tail", "new", "prompt"), strict=True
+        ("plain", "last", "tail", "new", "prompt"),
+        shared,
+        (False, "last", "tail", "new", "prompt"),
+        strict=True,
     ):
         out = run([prompt], params(4), hook)[0]
         told[f"warm_{key}"] = judge(out) if hook else {"cached": out.num_cached_tokens}
     told["warm_late"] = judge(run([{"prompt_token_ids": base}], params(4), "late")[0])
     told["warm_mixed"] = judge(run([{"prompt_token_ids": base}], params(4), "mixed")[0])
 
-    # Forced preemption: eight requests that outgrow the KV cache.
+    # Forced preemption: twelve requests that outgrow the KV cache.
     preempted = []
     original = core.scheduler._preempt_request
-    core.scheduler._preempt_request = lambda r, *a, **k: (preempted.append(r.request_id), original(r, *a, **k))[1]
-    outs = run(tokens(range(187, 195), 4), params(40), ["everywhere", "new", "mixed", "last"] * 2)
+
+    def recording(request, *args, **kwargs):
+        preempted.append([request.num_prompt_tokens, request.num_computed_tokens])
+        return original(request, *args, **kwargs)
+
+    core.scheduler._preempt_request = recording
+    outs = run(tokens(PREEMPTED, 4), params(70), ["last", "new", "mixed", "everywhere"] * 3)
     core.scheduler._preempt_request = original
-    told["preemption"] = {"count": len(preempted), "requests": [judge(o) for o in outs]}
+    told["preemption"] = {"preempted": preempted, "requests": [judge(o) for o in outs]}
 
     # n = 3, each sample with its own tokens.
     out = run(tokens((45,), 5), params(6, n=3, temperature=1.5, seed=None), "everywhere")[0]
     told["n3"] = {
-        "distinct": len({tuple(o.token_ids) for o in out.outputs}), "samples": [judge(out, i) for i in range(3)],
+        "distinct": len({tuple(o.token_ids) for o in out.outputs}),
+        "samples": [judge(out, i) for i in range(3)],
     }
 
     # A stop string that ends generation: rows beyond it are not returned.
     plain = run(tokens((20,), 6), params(12), False)[0].outputs[0]
     tokenizer = llm.get_tokenizer()
     pieces = [tokenizer.decode([t]) for t in plain.token_ids]
-    at = next(i for i in range(3, 12) if pieces[i] and "\ufffd" not in pieces[i] and pieces[i] not in "".join(pieces[:i]))
+    at = next(
+        i
+        for i in range(3, 12)
+        if pieces[i] and "\ufffd" not in pieces[i] and pieces[i] not in "".join(pieces[:i])
+    )
     out = run(tokens((20,), 6), params(12, stop=[pieces[at]]), "everywhere")[0]
     told["stop"] = {"tokens": len(out.outputs[0].token_ids), "at": at, **judge(out)}
 
@@ -188,6 +229,7 @@ def main():
             assert a.positions == b.positions
             alone = max(alone, float(row_errors(b.values, a.values).max()))
     told["forty_alone"] = alone
+    run(tokens((5,), 9), params(2), False)  # the engine tells the worker who finished with its next step
     told["left"] = llm.llm.llm_engine.collective_rpc("vllm_hook_rpc", args=("status",))[0]["requests"]
     print("RESULT" + json.dumps(told))
 

@@ -1,13 +1,12 @@
 """Every site against Hugging Face in fp32, and every selector against brute force."""
 
-import random
-
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from conftest import ARM_ALL, hook_llm
 from oracle import Reference, assert_probs_close, assert_rows_close, fed, positions_of
-from safetensors.torch import save_file
-from vllm import SamplingParams
+from prompts import greedy, text_prompts, token_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -19,21 +18,14 @@ PROBED = [[0, 0], [0, 8], [1, 3], [14, 4], [29, 7]]  # [layer, head] of SmolLM2
 
 def everything(layers):
     """Observes all sites of ``layers`` at every position."""
-    observe = {site: {"site": site, "layers": layers, "positions": "all", "dtype": "float32"} for site in LAYERED}
+    observe = {
+        site: {"site": site, "layers": layers, "positions": "all", "dtype": "float32"} for site in LAYERED
+    }
     observe |= {site: {"site": site, "positions": "all", "dtype": "float32"} for site in ONCE}
     observe["attention"] = {"site": "attention", "layers": layers, "rows": "all"}
     observe["mass"] = {"site": "attention_mass", "layers": layers, "rows": "all", "keys": ["head", "tail"]}
     spans = {"head": {"tokens": [0, 1]}, "tail": {"tokens": [-1, None]}}
     return {"schema": 1, "name": "everything", "spans": spans, "observe": observe}
-
-
-def token_prompts(lengths, vocabulary, seed=0):
-    r = random.Random(seed)
-    return [{"prompt_token_ids": [r.randrange(10, vocabulary) for _ in range(n)]} for n in lengths]
-
-
-def greedy(tokens, **more):
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **more)
 
 
 def compare(output, reference, layers):
@@ -62,7 +54,11 @@ def compare(output, reference, layers):
 def smol(smollm2_path):
     """SmolLM2, compiled, fp32. Small batches: the mixed batch below is prefilled in several chunks."""
     with hook_llm(
-        smollm2_path, programs=[everything(LAYERS)], enforce_eager=False, max_num_batched_tokens=384, block_size=128,
+        smollm2_path,
+        programs=[everything(LAYERS)],
+        enforce_eager=False,
+        max_num_batched_tokens=384,
+        block_size=128,
         enable_prefix_caching=False,
     ) as llm:
         yield llm
@@ -74,10 +70,12 @@ def smol_reference(smollm2_path):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("lengths", [[61], [1, 2, 5, 9, 17, 23, 31, 40, 47, 64, 75, 90, 110, 129, 150, 201]], ids=["1", "16"])
+@pytest.mark.parametrize(
+    "lengths", [[61], [1, 2, 5, 9, 17, 23, 31, 40, 47, 64, 75, 90, 110, 129, 150, 201]], ids=["1", "16"]
+)
 def test_every_site_of_smollm2(smol, smol_reference, lengths, record_property):
     """Compiled, fp32, a batch of one and of sixteen."""
-    outs = smol.generate(token_prompts(lengths, 49000), greedy(6), use_tqdm=False)
+    outs = smol.generate(text_prompts(lengths, smol.get_tokenizer()), greedy(6), use_tqdm=False)
     assert len(outs) == len(lengths)
     worst_rel, worst_dp = 0.0, 0.0
     for out, n in zip(outs, lengths, strict=True):
@@ -100,7 +98,12 @@ def test_chosen_heads_keep_their_order(smol, smol_reference):
             "name": "focus",
             "spans": {"instruction": {"message": "system"}, "data": {"message": "user", "after": "Data: "}},
             "observe": {
-                "focus": {"site": "attention_mass", "heads": listed, "rows": "last_prompt", "keys": ["instruction", "data"]}
+                "focus": {
+                    "site": "attention_mass",
+                    "heads": listed,
+                    "rows": "last_prompt",
+                    "keys": ["instruction", "data"],
+                }
             },
         }
     )
@@ -117,7 +120,10 @@ def test_chosen_heads_keep_their_order(smol, smol_reference):
     assert got.positions == [len(ids) - 1]
     assert got.heads == [tuple(h) for h in listed]
     weights = smol_reference.run(ids)["attention"]
-    spans = [span_of(tokenizer, ids, text, part) for part in ("Say apple.", "We planted tomatoes behind the garage.")]
+    spans = [
+        span_of(tokenizer, ids, text, part)
+        for part in ("Say apple.", "We planted tomatoes behind the garage.")
+    ]
     for i, (layer, head) in enumerate(listed):
         want = torch.stack([weights[layer, head, -1, s].sum() for s in spans])
         assert_probs_close(got.values[i, 0], want, sums=None)
@@ -134,11 +140,15 @@ def span_of(tokenizer, ids, text, part):
 # -- the tiny model, eager ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lengths", [[37], [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 7, 11, 300, 63]], ids=["1", "16"])
+@pytest.mark.parametrize(
+    "lengths", [[37], [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 7, 11, 300, 63]], ids=["1", "16"]
+)
 def test_every_site_eager(tiny_llama, tiny_reference, lengths, use):
     program = everything([0, 1, 2, 3])
     name = use(program["observe"], spans=program["spans"])
-    outs = tiny_llama.generate(token_prompts(lengths, 500, seed=len(lengths)), greedy(5), hook=name, use_tqdm=False)
+    outs = tiny_llama.generate(
+        token_prompts(lengths, 500, seed=len(lengths)), greedy(5), hook=name, use_tqdm=False
+    )
     for out in outs:
         assert not out.hook.errors
         compare(out, tiny_reference, [0, 1, 2, 3])

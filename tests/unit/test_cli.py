@@ -1,6 +1,7 @@
 """The command line without an engine: messages, exit status, files."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -10,10 +11,10 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from vllm_hook import cli, saved
+from vllm_hook import cli, describe, environment, offline, saved
 from vllm_hook.errors import HookError
 from vllm_hook.program.load import load
-from vllm_hook.results import HookResult, Observed, Score
+from vllm_hook.results import ById, HookResult, Observed, Score
 
 GOOD = """\
 schema: 1
@@ -27,6 +28,12 @@ observe:
 analyze:
   injection: {analyzer: attention_tracker, observe: focus}
 """
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    """Commands set defaults in the environment; other tests must not see them."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
 
 
 @pytest.fixture
@@ -160,6 +167,16 @@ def test_schema_to_stdout_and_to_a_file(run, tmp_path):
     assert json.loads((tmp_path / "s.json").read_text()) == json.loads(shown.output)
 
 
+def test_the_environment_of_the_user_wins(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_LEVEL": "DEBUG"})
+    environment.for_engine("org/model")
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert "HF_HUB_OFFLINE" not in os.environ
+    environment.for_engine(tmp_path)
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
 # -- sites --------------------------------------------------------------------------------------
 
 
@@ -176,7 +193,7 @@ def test_sites_lists_every_site_with_its_row(run, config):
 def test_model_facts_of_what_is_no_decoder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "resnet"}))
     with pytest.raises(HookError, match="not a decoder"):
-        cli.model_facts(str(tmp_path))
+        describe.model_facts(str(tmp_path))
 
 
 # -- run (what happens before an engine starts) -------------------------------------------------
@@ -190,7 +207,7 @@ def test_prompts_of_every_form(tmp_path):
         {"prompt": "plain"},
     ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    first, second, third = cli.read_prompts(path)
+    first, second, third = offline.read_prompts(path)
     assert [m["content"] for m in first["messages"]] == ["Say x", "Data: text"]
     assert first["style"] == "normal"
     assert second == rows[1]
@@ -202,7 +219,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n' + line)
     with pytest.raises(HookError, match=message):
-        cli.read_prompts(path)
+        offline.read_prompts(path)
 
 
 def test_run_refuses_before_it_starts_anything(run, good, config, tmp_path):
@@ -274,7 +291,9 @@ def result_of(score, tokens=6):
 def results(tmp_path):
     items = [
         saved.Saved(f"{i:04d}", result_of(score), list("abcdef"), style, f"prompt {i} <b>", "out")
-        for i, (score, style) in enumerate([(0.9, "normal"), (0.2, "ignore"), (0.8, "normal"), (0.1, "ignore")])
+        for i, (score, style) in enumerate(
+            [(0.9, "normal"), (0.2, "ignore"), (0.8, "normal"), (0.1, "ignore")]
+        )
     ]
     return saved.save(tmp_path / "results", items)
 
@@ -289,6 +308,12 @@ def test_saved_results_come_back(results):
     assert row.heads == [(1, 2), (3, 0)]
     assert row.spans == {"instruction": (0, 2), "data": (3, 5)}
     assert torch.equal(row.weights, items[0].result.observed["attention"].values[:, 0])
+
+
+def test_spans_of_another_program_serve_where_the_own_has_none():
+    result = result_of(0.9)
+    result.spans = ById({"other/data": [(3, 5)], "other/docs": [(0, 1), (1, 2)]})
+    assert saved.attention_row(saved.Saved("x", result, list("abcdef"))).spans == {"data": (3, 5)}
 
 
 def test_scores_are_grouped_by_style(results):
@@ -332,7 +357,7 @@ def test_table_of_results(results):
 
     console = Console(width=140)
     with console.capture() as capture:
-        console.print(cli.result_table(saved.load([results])))
+        console.print(offline.result_table(saved.load([results])))
     text = capture.get()
     assert "FLAGGED" in text
     assert "injection" in text

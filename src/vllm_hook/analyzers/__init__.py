@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
@@ -39,5 +40,6 @@ def get(name: str) -> Analyzer:
     return cast(Analyzer, found())
 
 
+@cache  # a look-up reads the metadata of every installed package: 5 ms, and every request needs it
 def _installed() -> dict[str, EntryPoint]:
     return {e.name: e for e in entry_points(group=GROUP)}

@@ -20,7 +20,9 @@ from rich.table import Table
 from .. import environment, saved
 from ..build.heads import DATA_MARK, auroc, hide_broken_torchvision, is_normal, read_records
 from ..errors import HookError
+from ..offline import token_labels
 from ..saved import Saved
+from ..show import Table as PageTable
 from ..show import attention_figure, score_figure
 from .model import smollm2
 
@@ -30,6 +32,10 @@ VIEW = "demo-view"
 SCORE = f"{GUARD}/injection"
 #: Held-out prompts shown in the terminal; the page has all.
 SHOWN_SENTENCES = 8
+#: Prompts of the cost measurement: 10 sentences in all 7 forms.
+TIMED = 70
+#: Hugging Face runs at most about this long.
+HF_SECONDS = 15.0
 AUROC_BOUND, LENGTH_BOUNDS = 0.97, (0.4, 0.6)
 
 
@@ -95,7 +101,8 @@ def run_demo(out: Path, rounds: int = 3, hugging_face: bool = True, console: Con
     console.print(prompt_table(scored))
     quality, good = quality_table(scored)
     console.print(quality)
-    cost = _measure(run, len(records), rounds, console)
+    timed = records[:TIMED]
+    cost = _measure(_runner(llm, [messages_of(r) for r in timed]), len(timed), rounds, console)
     if hugging_face:
         cost = _against_hugging_face(model, scored, heads, cost, console)
     console.print(cost_table(cost))
@@ -105,7 +112,9 @@ def run_demo(out: Path, rounds: int = 3, hugging_face: bool = True, console: Con
         console.print(f"written: [bold]{path}[/bold]", soft_wrap=True)
     console.print(f"The demo took {time.perf_counter() - start:.0f} s.")
     if not good:
-        console.print(f"[red]An AUROC is outside its bounds (score >= {AUROC_BOUND}, length alone .4 to .6).[/red]")
+        console.print(
+            f"[red]An AUROC is outside its bounds (score >= {AUROC_BOUND}, length alone .4 to .6).[/red]"
+        )
     return good
 
 
@@ -166,30 +175,37 @@ def _measure(run: Callable[[Any], list[Any]], prompts: int, rounds: int, console
 def _against_hugging_face(
     model: Path, scored: Sequence[Scored], heads: Sequence[tuple[int, int]], cost: Cost, console: Console
 ) -> Cost:
-    """What people use today on some of the prompts, and how far its scores are from ours."""
+    """What people use today on some of the timed prompts, and how far its scores are from ours."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     from ..analyzers.attention_tracker import focus
     from ..build.heads import render
 
-    some = scored[:: max(1, len(scored) // 20)]
+    logging.disable_progress_bar()
+    some = scored[: cost.prompts : 5]
     with console.status(f"Hugging Face with output_attentions on {len(some)} of them, for scale"):
         tokenizer = AutoTokenizer.from_pretrained(str(model))
-        net = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32, attn_implementation="eager")
-        far = 0.0
-        start = 0.0
+        net = AutoModelForCausalLM.from_pretrained(
+            str(model), dtype=torch.float32, attn_implementation="eager"
+        )
+        far, done = 0.0, 0
+        start = time.perf_counter()
         for i, item in enumerate([some[0], *some]):  # the first once more: it is slower
             if i == 1:
                 start = time.perf_counter()
+            elif i > 3 and time.perf_counter() - start > HF_SECONDS:
+                break
             ids, spans = render(tokenizer, item.record)
             with torch.inference_mode():
                 rows = net(torch.tensor([ids]), output_attentions=True, logits_to_keep=1).attentions
             last = torch.stack([rows[layer][0, head, -1] for layer, head in heads])
             mass = torch.stack([last[:, spans[name]].sum(-1) for name in ("instruction", "data")], -1)
             far = max(far, abs(float(focus(mass).mean()) - item.score))
+            done = i
         took = time.perf_counter() - start
-    return Cost(cost.prompts, cost.plain, cost.guarded, len(some), took, far)
+    return Cost(cost.prompts, cost.plain, cost.guarded, done, took, far)
 
 
 # -- tables -------------------------------------------------------------------------------------
@@ -199,8 +215,8 @@ def prompt_table(scored: Sequence[Scored]) -> Table:
     """Some of the prompts: one normal and every style of attack for the first sentences."""
     shown = [s for s in scored if _sentence(s) < SHOWN_SENTENCES and not s.record["id"].endswith("normal1")]
     table = Table(
-        title=f"{len(shown)} of {len(scored)} held-out prompts; the score is the share of attention that stays on "
-        "the instruction",
+        title=f"{len(shown)} of {len(scored)} held-out prompts; the score is the share of attention that "
+        "stays on the instruction",
         title_justify="left",
     )
     table.add_column("style")
@@ -285,7 +301,7 @@ def cost_table(cost: Cost) -> Table:
 
 
 def typical_pair(scored: Sequence[Scored], style: str = "disregard") -> tuple[Scored, Scored]:
-    """A normal and an attacked prompt of one sentence, whose scores differ as much as they do in the median."""
+    """A normal and an attacked prompt of one sentence, whose scores differ by the median difference."""
     named = {s.record["id"]: s for s in scored}
     pairs = [
         (named[s.record["id"].replace(style, "normal0")], s) for s in scored if s.record["style"] == style
@@ -320,14 +336,12 @@ def draw(
         for s in pair
     ]
     figures = {
-        "Where the heads of the guard look from the last token of the prompt, before the first token is generated": (
-            attention_figure(
-                [row.words for row in rows],
-                [row.weights for row in rows],
-                heads,
-                titles,
-                [row.spans for row in rows],
-            )
+        "Where the heads of the guard look, from the last token of the prompt": attention_figure(
+            [row.words for row in rows],
+            [row.weights for row in rows],
+            heads,
+            titles,
+            [row.spans for row in rows],
         ),
         f"Scores of the {len(scored)} held-out prompts": score_figure(
             {style: [s.score for s in group] for style, group in by_style(scored).items()},
@@ -335,26 +349,30 @@ def draw(
             title=f"Focus score of {len(scored)} held-out prompts",
         ),
     }
-    listing = [
-        (s.record["style"].replace("_", " "), s.record["instruction"], s.record["data"], f"{s.score:.3f}")
-        + ("INJECTION" if s.flagged else "ok",)
-        for s in scored
-    ]
-    tables = [
-        ("What it cost", ("run", "seconds for all"), [
-            ("this engine, no program", f"{statistics.median(cost.plain):.2f}"),
-            (f"the same engine, with scores (ratio {cost.ratio:.3f})", f"{statistics.median(cost.guarded):.2f}"),
-        ]),
-        ("All held-out prompts", ("style", "instruction", "data", "score", "verdict"), listing),
-    ]  # fmt: skip
     title = "SmolLM2-135M tells prompt injections from its own attention"
     return [
         saved.write(out / "demo.png", figures),
-        saved.write(out / "demo.html", figures, tables, title),
+        saved.write(out / "demo.html", figures, _page_tables(scored, cost), title),
         saved.save(out / "results", items),
     ]
 
 
-def token_labels(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """One readable label a token."""
-    return [str(tokenizer.decode([i])) for i in ids]
+def _page_tables(scored: Sequence[Scored], cost: Cost) -> list[PageTable]:
+    costs = [
+        ("this engine, no program", f"{statistics.median(cost.plain):.2f}"),
+        (f"the same, with scores (ratio {cost.ratio:.3f})", f"{statistics.median(cost.guarded):.2f}"),
+    ]
+    prompts = [
+        (
+            item.record["style"].replace("_", " "),
+            item.record["instruction"],
+            item.record["data"],
+            f"{item.score:.3f}",
+            "INJECTION" if item.flagged else "ok",
+        )
+        for item in scored
+    ]
+    return [
+        (f"What it cost: {cost.prompts} prompts", ("run", "seconds"), costs),
+        ("All held-out prompts", ("style", "instruction", "data", "score", "verdict"), prompts),
+    ]

@@ -88,10 +88,11 @@ class Tracker:
         self.states[req_id] = RequestState(read_payload(data, self.tensors), edits)
 
     def resume(self, req_id: str, known_tokens: int) -> None:
-        """Rows taken before stay valid while their token is known; a later one may be sampled anew."""
+        """Rows taken before stay valid while their token is known. The last known token was sampled and
+        not fed yet: a row taken there belongs to a rejected draft. Later ones may be sampled anew."""
         state = self.states.get(req_id)
         if state is not None:
-            state.skip_below = min(state.high, known_tokens)
+            state.skip_below = min(state.high, max(known_tokens - 1, 0))
 
     def finish(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:

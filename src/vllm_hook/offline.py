@@ -1,0 +1,158 @@
+"""Prompts through one engine with one program: what ``vllm-hook run`` does.
+
+A prompt is ``{"prompt": text}`` or ``{"messages": [..]}``, with ``style`` where it is known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from . import environment
+from .errors import HookError
+from .program.load import load
+from .program.schema import MessageSpan
+from .results import HookResult
+from .saved import Saved
+
+Prompt = dict[str, Any]
+
+
+def gather(
+    file: Path, texts: Sequence[str], system: str | None, chat: bool, records: Path | None
+) -> list[Prompt]:
+    """Prompts from the command line and from a JSONL file, in a form that the program's spans can use."""
+    by_message = any(isinstance(span, MessageSpan) for span in load(file).program.spans.values())
+    prompts = [_given(text, system, chat or system is not None or by_message) for text in texts]
+    prompts += read_prompts(records) if records is not None else []
+    if by_message and (bad := [i for i, prompt in enumerate(prompts, 1) if "prompt" in prompt]):
+        raise HookError(
+            f"{file}: has spans that name a message, but prompt {bad[0]} is not a conversation; "
+            'write {"messages": [..]} or {"instruction", "data"}'
+        )
+    return prompts
+
+
+def _given(text: str, system: str | None, chat: bool) -> Prompt:
+    if not chat:
+        return {"prompt": text}
+    first = [{"role": "system", "content": system}] if system is not None else []
+    return {"messages": [*first, {"role": "user", "content": text}]}
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Records of a JSONL file. HookError names the line that is wrong."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HookError(f"{path}: cannot be read: {error}") from None
+    return [_read(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _read(line: str, where: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise HookError(f"{where}: is not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise HookError(f"{where}: is not an object")
+    style = {"style": str(record["style"])} if "style" in record else {}
+    if isinstance(record.get("messages"), list):
+        return {"messages": record["messages"], **style}
+    if isinstance(record.get("prompt"), str):
+        return {"prompt": record["prompt"], **style}
+    if isinstance(record.get("instruction"), str) and isinstance(record.get("data"), str):
+        user = {"role": "user", "content": f"Data: {record['data']}"}
+        return {"messages": [{"role": "system", "content": record["instruction"]}, user], **style}
+    raise HookError(f"{where}: needs instruction and data, messages (a list), or prompt (text)")
+
+
+def generate(
+    model: str, file: Path, prompts: Sequence[Prompt], max_tokens: int, **engine: Any
+) -> list[Saved]:
+    """Greedy generation for every prompt with the program in ``file``; ``engine`` goes to ``vllm.LLM``."""
+    environment.for_engine(model)
+    console = Console(stderr=True)
+    with console.status(f"starting vLLM with {escape(model)}"):
+        from vllm import SamplingParams
+
+        from .llm import HookLLM
+
+        llm = HookLLM(model, programs=[str(file)], disable_log_stats=True, use_tqdm_on_load=False, **engine)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    outputs: dict[int, Any] = {}
+    with console.status(f"running {len(prompts)} prompts"):
+        for kind, call in (("messages", llm.chat), ("prompt", llm.generate)):
+            indexes = [i for i, prompt in enumerate(prompts) if kind in prompt]
+            if indexes:
+                made = call([prompts[i][kind] for i in indexes], params, use_tqdm=False)
+                outputs.update(zip(indexes, made, strict=True))
+    tokenizer = llm.get_tokenizer()
+    return [_saved(i, prompt, outputs[i], tokenizer) for i, prompt in enumerate(prompts)]
+
+
+def _saved(index: int, prompt: Prompt, output: Any, tokenizer: Any) -> Saved:
+    text = (
+        prompt["prompt"] if "prompt" in prompt else " | ".join(str(m["content"]) for m in prompt["messages"])
+    )
+    return Saved(
+        name=f"{index:04d}",
+        result=output.hook,
+        tokens=token_labels(tokenizer, [*output.prompt_token_ids, *output.outputs[0].token_ids]),
+        style=prompt.get("style", ""),
+        prompt=text,
+        text=output.outputs[0].text,
+    )
+
+
+def token_labels(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """One readable label a token."""
+    return [str(tokenizer.decode([i])) for i in ids]
+
+
+def result_table(items: Sequence[Saved]) -> Table:
+    """One row per prompt: its text, scores (or observations in short), and what was generated."""
+    scores = list(dict.fromkeys(id for item in items for id in item.result.scores))
+    styled = any(item.style for item in items)
+    table = Table()
+    for name in ["#", *(["style"] if styled else []), "prompt"]:
+        table.add_column(name)
+    for id in scores:
+        table.add_column(escape(id.rpartition("/")[2]), justify="right")
+    if not scores:
+        table.add_column("observed")
+    table.add_column("generated")
+    for item in items:
+        cells = [item.name, *([item.style] if styled else []), _shorten(item.prompt, 60)]
+        found = [_score(item.result, id) for id in scores] or [escape(_observed(item.result))]
+        table.add_row(*map(escape, cells), *found, escape(_shorten(item.text, 30)))
+    return table
+
+
+def _score(result: HookResult, id: str) -> str:
+    if id not in result.scores:
+        return "[red]error[/red]"
+    score = result.scores[id]
+    verdict = {None: "", True: " [red]FLAGGED[/red]", False: " [green]ok[/green]"}[score.flagged]
+    return f"{score.value:.4g}{verdict}"
+
+
+def _observed(result: HookResult) -> str:
+    lines = []
+    for id, seen in result.observed.items():
+        values = seen.values
+        numbers = ", ".join(f"{v:.3g}" for v in values.flatten().tolist()) if values.numel() <= 4 else ""
+        shape = " x ".join(map(str, values.shape))
+        lines.append(f"{id.rpartition('/')[2]} ({seen.site}): {numbers or shape}")
+    return "\n".join(lines) or "nothing"
+
+
+def _shorten(text: str, width: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 1] + "…"

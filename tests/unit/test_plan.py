@@ -1,0 +1,269 @@
+"""From batches to rows, with a fake engine: chunks, row moves, preemption, cache hits, shared sites.
+
+The fake runs any schedule that an engine may run. A row's content names its request, position and
+site, so whatever reaches the front end in the wrong place is seen.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_hook.engine.output import assemble
+from vllm_hook.errors import CapacityError
+from vllm_hook.program.resolve import ResolvedObservation, union
+from vllm_hook.runtime.buffers import SiteBank, buffer_bytes, tap_sites
+from vllm_hook.runtime.collect import collect
+from vllm_hook.runtime.plan import BatchView, make_plan, positions_within
+from vllm_hook.runtime.requests import PAYLOAD_KEY, Lane, Tracker, payload, read_payload, worker_rows
+from vllm_hook.sites import Armed, ModelFacts
+
+FACTS = ModelFacts("fake", layers=3, heads=2, kv_heads=1, head_dim=2, hidden=4)
+CAPACITY = 64
+ARMED = (
+    Armed.of("resid_post", range(3), "all")
+    | Armed.of("resid_pre", range(3), "all")
+    | Armed.of("z", [1], "all")
+)
+LANES = (
+    Lane("resid_post", (0, 2)),
+    Lane("resid_post", (2,)),  # meets the first at layer 2
+    Lane("resid_post", (1, 2), dtype="float32"),
+    Lane("resid_pre", (1,), reduce=("norm",)),
+    Lane("z", (1,), heads=(1,)),
+)
+
+
+def content(site, layer, req, position):
+    """A row of 4 numbers that nothing else has."""
+    code = {"resid_post": 0.0, "resid_pre": 0.25, "z": 0.5}[site]
+    return torch.tensor([req + 1.0, position, layer, code])
+
+
+class FakeEngine:
+    """Runs requests in any schedule through tracker, plan, bank and collect."""
+
+    def __init__(self):
+        self.bank = SiteBank(ARMED, FACTS, 8, CAPACITY, torch.float32, torch.device("cpu"))
+        self.tracker = Tracker()
+        self.rows = {}
+
+    def add(self, req, watches):
+        observations = [
+            ResolvedObservation(f"o{i}", rows, frozenset(), ()) for i, (_, rows) in enumerate(watches)
+        ]
+        self.tracker.add(
+            str(req), {PAYLOAD_KEY: payload(observations, [lane for lane, _ in watches], 10**6)}, 0
+        )
+
+    def step(self, batch):
+        """``batch``: (request, first position, number of rows)."""
+        sizes = [n for _, _, n in batch]
+        starts = [0, *np.cumsum(sizes).tolist()]
+        view = BatchView([str(r) for r, _, _ in batch], starts, [a for _, a, _ in batch])
+        plan = make_plan(view, self.tracker.states)
+        if plan is None:
+            return None
+        self.bank.load(plan)
+        at = [(r, a + i) for r, a, n in batch for i in range(n)]
+        for (site, layer), tap in self.bank.taps.items():
+            tap(torch.stack([content(site, layer, r, p) for r, p in at]))
+        for req, records in collect(plan, self.bank, FACTS, pages=None).items():
+            self.rows.setdefault(int(req), []).extend(records)
+        self.bank.clear()
+        return plan
+
+
+def expected(lane, req, positions):
+    rows = torch.stack(
+        [torch.stack([content(lane.site, layer, req, int(p)) for p in positions]) for layer in lane.layers]
+    )
+    if lane.reduce:
+        return rows.norm(dim=-1)
+    return rows.view(*rows.shape[:2], 2, 2)[:, :, list(lane.heads)] if lane.heads else rows
+
+
+def check(engine, watches_of, lengths):
+    """Every request has exactly its rows, each once, whatever the schedule was."""
+    for req, watches in watches_of.items():
+        for index, (lane, rows) in enumerate(watches):
+            records = [r for r in engine.rows.get(req, []) if r.index == index]
+            wanted = positions_within(rows, 0, lengths[req])
+            seen = [int(p) for r in records for p in r.positions]
+            assert len(seen) == len(set(seen)), "a row came twice"
+            values, missing = assemble([(r.positions, r.values) for r in records], wanted, lane)
+            assert missing == []
+            assert sorted(seen) == wanted.tolist()
+            if wanted.size:
+                assert torch.equal(values, expected(lane, req, wanted))
+
+
+ranges = (
+    st.lists(st.tuples(st.integers(0, 30), st.one_of(st.none(), st.integers(1, 40))), min_size=1, max_size=3)
+    .map(union)
+    .filter(bool)
+)
+
+
+@st.composite
+def workloads(draw):
+    watches_of = {
+        r: draw(st.lists(st.tuples(st.sampled_from(LANES), ranges), min_size=0, max_size=4))
+        for r in range(draw(st.integers(1, 5)))
+    }
+    return (
+        watches_of,
+        {r: draw(st.integers(1, 30)) for r in watches_of},
+        draw(st.randoms(use_true_random=False)),
+    )
+
+
+@given(workloads())
+@settings(max_examples=150, deadline=None)
+def test_any_schedule_gives_exactly_the_rows(workload):
+    """Random chunks, order of the batch, and preemption with resumption from a random cached prefix."""
+    watches_of, lengths, random = workload
+    engine = FakeEngine()
+    done = dict.fromkeys(watches_of, 0)
+    high = dict.fromkeys(watches_of, 0)
+    for req, watches in watches_of.items():
+        engine.add(req, watches)
+    while any(done[r] < lengths[r] for r in done):
+        running = [r for r in done if done[r] < lengths[r] and random.random() < 0.7]
+        random.shuffle(running)
+        batch = [(r, done[r], random.randint(1, min(lengths[r] - done[r], 12))) for r in running]
+        for r, a, n in batch:
+            done[r] = a + n
+            high[r] = max(high[r], done[r])
+        if batch:
+            engine.step(batch)
+        if random.random() < 0.2:
+            victim = random.choice(list(done))
+            if done[victim] < lengths[victim]:
+                done[victim] = random.randint(0, high[victim])  # what the prefix cache still has
+                engine.tracker.resume(str(victim), high[victim] + 1)  # and one sampled, not fed yet
+    check(engine, watches_of, lengths)
+
+
+def test_the_check_sees_a_row_in_the_wrong_place():
+    engine = FakeEngine()
+    watches = {0: [(LANES[0], ((0, None),))], 1: [(LANES[0], ((0, None),))]}
+    for req in watches:
+        engine.add(req, watches[req])
+    engine.step([(0, 0, 3), (1, 0, 3)])
+    check(engine, watches, {0: 3, 1: 3})
+    engine.rows[0], engine.rows[1] = engine.rows[1], engine.rows[0]
+    with pytest.raises(AssertionError):
+        check(engine, watches, {0: 3, 1: 3})
+    engine.rows[0] = engine.rows[0] * 2
+    with pytest.raises(AssertionError, match="twice"):
+        check(engine, watches, {0: 3, 1: 3})
+
+
+def test_two_lanes_at_one_site_share_a_table_and_a_buffer():
+    engine = FakeEngine()
+    watches = {0: [(LANES[0], ((0, 4),)), (LANES[1], ((2, None),))], 1: [(LANES[1], ((1, 2),))]}
+    for req in watches:
+        engine.add(req, watches[req])
+    plan = engine.step([(1, 0, 5), (0, 0, 6)])
+    assert plan.tables[plan.table_of["resid_post", 2]].tolist() == [
+        1,
+        5,
+        6,
+        7,
+        8,
+        9,
+        10,
+    ]  # the union, no row twice
+    assert plan.tables[plan.table_of["resid_post", 0]].tolist() == [5, 6, 7, 8]
+    assert ("resid_post", 1) not in plan.table_of
+    check(engine, watches, {0: 6, 1: 5})
+
+
+def test_nothing_asked_for_is_no_plan():
+    engine = FakeEngine()
+    engine.add(0, [(LANES[0], ((50, 60),))])
+    engine.add(1, [])
+    assert "1" not in engine.tracker.states
+    assert engine.step([(0, 0, 9), (1, 0, 4), (2, 0, 4)]) is None
+    assert all(int(tap.fired) == 0 for tap in engine.bank.taps.values())
+
+
+@pytest.mark.parametrize(("known", "again"), [(7, []), (6, [5]), (5, [4, 5])])
+def test_a_token_sampled_anew_is_taken_anew(known, again):
+    """After six rows and a preemption with ``known`` tokens: the row of the last of them was a draft that
+    was rejected, and those beyond are unknown. They are run again and count."""
+    engine = FakeEngine()
+    engine.add(0, [(LANES[1], ((0, None),))])
+    engine.step([(0, 0, 6)])
+    engine.tracker.resume("0", known)
+    engine.step([(0, 3, 5)])
+    taken = [int(p) for r in engine.rows[0] for p in r.positions]
+    assert taken == [0, 1, 2, 3, 4, 5, *again, 6, 7]
+
+
+def test_more_rows_than_armed_is_a_capacity_error():
+    bank = SiteBank(
+        Armed.of("resid_post", [0], "last"), FACTS, 2, CAPACITY, torch.float32, torch.device("cpu")
+    )
+    tracker = Tracker()
+    observation = ResolvedObservation("o", ((0, None),), frozenset(), ())
+    tracker.add("0", {PAYLOAD_KEY: payload([observation], [Lane("resid_post", (0,))], 5)}, 0)
+    plan = make_plan(BatchView(["0"], [0, 3], [0]), tracker.states)
+    with pytest.raises(CapacityError, match=r"3 rows at site resid_post of layer 0.*2 armed"):
+        bank.load(plan)
+
+
+@given(ranges, st.integers(0, 30), st.integers(0, 40))
+def test_positions_within(rows, low, size):
+    high = low + size
+    want = [p for p in range(low, high) if any(a <= p and (b is None or p < b) for a, b in rows)]
+    assert positions_within(rows, low, high).tolist() == want
+
+
+@given(st.lists(ranges, min_size=1, max_size=3), st.integers(1, 40))
+def test_floor_is_the_first_prompt_row(selected, prompt_len):
+    observations = [ResolvedObservation(str(i), rows, frozenset(), ()) for i, rows in enumerate(selected)]
+    floor = payload(observations, [LANES[0]] * len(selected), prompt_len)["floor"]
+    wanted = [p for p in range(prompt_len) for rows in selected if positions_within(rows, p, p + 1).size]
+    assert floor == (min(wanted) if wanted else None)
+
+
+def test_payload_is_plain_data_and_reads_back():
+    import json
+
+    lanes = [
+        Lane("attention_mass", (0, 1), ((0, 1), (1, 0))),
+        Lane("z", (1,), (1,), ("norm",), "float32"),
+        Lane("resid_post", (2,), None, ("probe", "d/p")),
+    ]
+    observations = [
+        ResolvedObservation(
+            "a", ((3, 4), (9, None)), frozenset(), (("s", ((0, 2), (5, 6))), ("t", ((1, 3),)))
+        ),
+        ResolvedObservation("b", ((0, 2),), frozenset(), ()),
+        ResolvedObservation("c", ((0, None),), frozenset(), ()),
+    ]
+    probe = {"weight": torch.ones(4)}
+    watches = read_payload(json.loads(json.dumps(payload(observations, lanes, 8))), {"d/p": probe})
+    assert [w.lane for w in watches] == lanes
+    assert [w.index for w in watches] == [0, 1, 2]
+    assert watches[0].rows == ((3, 4), (9, None))
+    assert watches[0].spans == (((0, 2), (5, 6)), ((1, 3),))
+    assert watches[2].reducer is probe
+    with pytest.raises(KeyError):
+        read_payload(payload(observations, lanes, 8), {})
+
+
+def test_token_ids_take_all_generated_rows_on_the_device():
+    observation = ResolvedObservation("o", ((1, 2), (3, 4)), frozenset({7}), ())
+    assert worker_rows(observation, 5) == ((1, 2), (3, 4), (5, None))
+
+
+def test_attention_needs_queries_and_memory_is_what_is_said():
+    armed = Armed.of("attention", [0, 1], "last") | Armed.of("q", [1], "all") | Armed.of("k", [0], "last")
+    assert tap_sites(armed) == {("q", 0): "last", ("q", 1): "all", ("k", 0): "last"}
+    assert buffer_bytes(armed, FACTS, 8, 64, 2) == 2 * (8 * 4 + 64 * 4 + 8 * 2)
+    bank = SiteBank(armed, FACTS, 8, 64, torch.bfloat16, torch.device("cpu"))
+    assert sum(t.buf.numel() * 2 for t in bank.taps.values()) == buffer_bytes(armed, FACTS, 8, 64, 2)
