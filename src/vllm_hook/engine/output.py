@@ -16,6 +16,7 @@ from ..analyzers import get as get_analyzer
 from ..program.checked import CheckedProgram, CheckedRule, Observation
 from ..program.resolve import ResolvedObservation, ResolvedProgram
 from ..results import HookResult, Observed, Score
+from ..runtime.collect import Record
 from ..runtime.edits import EditRequest
 from ..runtime.plan import positions_within
 from ..runtime.requests import Lane
@@ -65,7 +66,10 @@ class Collector:
             if isinstance(record, str):
                 self.failures.append(record)
                 continue
-            index, positions, values = wire.unpack(record)
+            if isinstance(record, Record):  # the engine runs in this process
+                index, positions, values = record.index, record.positions, _own(record.values)
+            else:
+                index, positions, values = wire.unpack(record)
             self.chunks.setdefault(index, []).append((positions, values))
 
     def finish(self, token_ids: Sequence[int], aborted: bool) -> HookResult:
@@ -105,6 +109,12 @@ class Collector:
         )
         shown = ", ".join(map(str, missing[:6])) + (", ..." if len(missing) > 6 else "")
         return f"{len(missing)} of the positions asked for are missing ({shown}): {cause}"
+
+
+def _own(values: Tensor) -> Tensor:
+    """Rows of one request are a view of a step's rows of all requests; do not keep those alive."""
+    whole = values.untyped_storage().nbytes()
+    return values.clone() if whole > 2 * values.numel() * values.element_size() else values
 
 
 def wanted_positions(resolved: ResolvedObservation, tokens: Sequence[int], prompt_len: int) -> np.ndarray:

@@ -8,6 +8,7 @@ happens. All further changes are made on the objects of a configured engine, nev
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ def register() -> None:
     _after(EngineArgs, "create_engine_config", _complete)
     _after(Scheduler, "__init__", _scheduler)
     _after(WorkerWrapperBase, "init_worker", _worker)
-    _after(LLMEngine, "__init__", _llm_engine)
+    _wrap_llm_engine(LLMEngine)
     _after(AsyncLLM, "__init__", _async_llm)
     _wrap_hash(VllmConfig)
 
@@ -45,6 +46,28 @@ def _after(owner: type, name: str, then: Callable[[Any, Any], None]) -> None:
         return out
 
     setattr(owner, name, wrapper)
+
+
+def _wrap_llm_engine(engine_class: type) -> None:
+    """An engine in one process hands its rows over as tensors: say so before its scheduler is made."""
+    original = engine_class.__init__  # type: ignore[misc]
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from .settings import mark_local, raw_config
+
+        given = signature.bind(self, *args, **kwargs).arguments
+        config = given["vllm_config"]
+        if raw_config(config) is not None and not given.get("multiprocess_mode", False):
+            mark_local(config)
+        original(self, *args, **kwargs)
+        if raw_config(config) is not None:
+            from .control import attach_sync
+
+            attach_sync(self)
+
+    engine_class.__init__ = __init__  # type: ignore[misc]
 
 
 def _wrap_hash(config_class: type) -> None:
@@ -92,15 +115,6 @@ def _worker(wrapper: Any, _: None) -> None:
     from .worker import arm_after_load
 
     arm_after_load(worker)
-
-
-def _llm_engine(engine: Any, _: None) -> None:
-    from .settings import raw_config
-
-    if raw_config(engine.vllm_config) is not None:
-        from .control import attach_sync
-
-        attach_sync(engine)
 
 
 def _async_llm(engine: Any, _: None) -> None:

@@ -25,6 +25,7 @@ class SchedulerHook:
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
         _key_blocks_by_edits()
+        self._local = bool((raw_config(scheduler.vllm_config) or {}).get("local"))
         self._pending: dict[str, list[Any]] = {}
         self._limit: int | None = None
         self._update = scheduler.update_from_output
@@ -77,8 +78,8 @@ class SchedulerHook:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         records, errors = getattr(model_runner_output, OUTPUT_KEY, ({}, {}))
         for req_id, rows in records.items():
-            packed = [wire.pack(r.index, r.positions, r.values) for r in rows]
-            self._pending.setdefault(req_id, []).extend(packed)
+            sent = rows if self._local else [wire.pack(r.index, r.positions, r.values) for r in rows]
+            self._pending.setdefault(req_id, []).extend(sent)
         for req_id, message in errors.items():
             self._pending.setdefault(req_id, []).append(message)
         outputs = self._update(scheduler_output, model_runner_output)

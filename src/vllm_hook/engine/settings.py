@@ -40,6 +40,7 @@ class HookConfig(BaseModel):
     programs: list[str | dict[str, Any]] = Field(default_factory=list)
     arm: dict[str, ArmSpec] = Field(default_factory=dict)
     slots: int = Field(default=64, ge=1, le=4096)
+    local: bool = False
     armed: list[tuple[str, int, Literal["last", "all", "edit"]]] | None = None
 
 
@@ -119,13 +120,23 @@ def complete_config(config: VllmConfig) -> list[LoadedProgram]:
     armed = arm_set(parsed.arm, facts)
     for program in loaded:
         armed = armed | program.needs
-    config.additional_config[CONFIG_KEY] = {
+    # A dict of its own: the user's may serve for another engine.
+    section = {
         "programs": list(parsed.programs),
         "arm": {name: spec.model_dump() for name, spec in parsed.arm.items()},
         "slots": parsed.slots,
         "armed": armed.to_json(),
     }
+    config.additional_config = {**config.additional_config, CONFIG_KEY: section}
     return loaded
+
+
+def mark_local(config: VllmConfig) -> None:
+    """Scheduler, worker and front end of this engine share a process: rows need no serializing."""
+    config.additional_config = {
+        **config.additional_config,
+        CONFIG_KEY: {**(raw_config(config) or {}), "local": True},
+    }
 
 
 def arm_set(arm: Mapping[str, ArmSpec], facts: ModelFacts) -> Armed:
