@@ -134,7 +134,7 @@ class Armed:
         )
 
     def to_json(self) -> list[list[Any]]:
-        """Canonical JSON form: sorted ``[site, layer, rows]`` triples; rows is ``edit`` where rows can be changed."""
+        """Canonical JSON form: sorted ``[site, layer, rows]``; for ``edits``, rows is ``edit``."""
         return [list(t) for t in self] + [[name, layer, "edit"] for name, layer in sorted(self.edits)]
 
     @classmethod

@@ -163,10 +163,14 @@ def read_sae(
 ) -> SaeFeatures:
     """The listed features of a sparse autoencoder of n features.
 
-    Tensors, as the common releases name them: ``W_enc`` [width, n] and ``b_enc`` [n]; optionally
-    ``W_dec`` [n, width], ``b_dec`` [width] (subtracted before encoding) and ``threshold`` [n].
+    Tensors, as SAELens and Gemma Scope name them: ``W_enc`` [width, n] and ``b_enc`` [n]; optionally
+    ``W_dec`` [n, width], ``b_dec`` [width] and ``threshold`` [n] (jump-relu). The names of
+    ``torch.nn.Linear`` layers (``encoder.weight`` [n, width], ``encoder.bias``, ``decoder.weight``
+    [width, n], ``bias`` for ``b_dec``) are taken too. ``b_dec`` is subtracted before encoding, except
+    in a jump-relu SAE; a tensor ``apply_b_dec_to_input`` of 0 or 1 says otherwise.
     """
     tensors, source = _part(ref, base_dir, store)
+    tensors = _common_names(tensors)
     encoder, bias = _required(source, tensors, "W_enc"), _required(source, tensors, "b_enc")
     if encoder.ndim != 2 or encoder.shape[0] != width:
         shape = list(encoder.shape)
@@ -184,7 +188,10 @@ def read_sae(
         raw = _required(source, tensors, "threshold")
         threshold = _of_width(source, "threshold", raw, count)[index]
     centre = None
-    if "b_dec" in tensors:
+    subtract = "threshold" not in tensors
+    if "apply_b_dec_to_input" in tensors:
+        subtract = bool(tensors["apply_b_dec_to_input"].reshape(()))
+    if "b_dec" in tensors and subtract:
         centre = _of_width(source, "b_dec", _required(source, tensors, "b_dec"), width)
     return SaeFeatures(
         encoder=encoder[:, index].T.contiguous(),
@@ -193,6 +200,20 @@ def read_sae(
         centre=centre,
         threshold=threshold,
     )
+
+
+def _common_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names of Linear layers -> those of weight matrices."""
+    named = dict(tensors)
+    for old, new, turned in (
+        ("encoder.weight", "W_enc", True),
+        ("encoder.bias", "b_enc", False),
+        ("decoder.weight", "W_dec", True),
+        ("bias", "b_dec", False),
+    ):
+        if old in named and new not in named:
+            named[new] = named[old].T if turned and named[old].ndim == 2 else named[old]
+    return named
 
 
 def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:

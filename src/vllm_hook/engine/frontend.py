@@ -29,6 +29,7 @@ from ..program.schema import (
     ProbeReduction,
     ProjectionReduction,
     Reduction,
+    SaeReduction,
     TokensSpan,
 )
 from ..runtime.edits import resolve_edits
@@ -215,8 +216,9 @@ class Frontend:
             free = self.settings.slots - len(held)
             if len(new) > free:
                 raise CapacityError(
-                    f"the request needs {len(new)} more vector slots; {free} of {self.settings.slots} are free. "
-                    "Wait for running requests, share vectors, or start the engine with more `slots`"
+                    f"the request needs {len(new)} more vector slots; {free} of "
+                    f"{self.settings.slots} are free. "
+                    "Wait for running requests, share vectors, or start with more `slots`"
                 )
 
     def _check_size(self, context: Context, params: SamplingParams) -> None:
@@ -283,7 +285,8 @@ def _reduction(reduce: Reduction | None, digest: str) -> tuple[str, ...] | None:
         return ("projection", f"{digest}/{reduce.projection}")
     if isinstance(reduce, CosineReduction):
         return ("cosine", f"{digest}/{reduce.cosine}")
-    raise UnsupportedError(f"reduce: {type(reduce).__name__} is not available in this version")
+    assert isinstance(reduce, SaeReduction)
+    return ("sae", f"{digest}/{reduce.sae}[{','.join(map(str, reduce.features))}]")
 
 
 def row_bytes(lane: Lane, settings: Settings, item: int, keys: int, spans: int) -> int:
@@ -293,7 +296,7 @@ def row_bytes(lane: Lane, settings: Settings, item: int, keys: int, spans: int) 
     if lane.site == "attention_mass":
         return 4 * len(lane.heads or ()) * spans
     if lane.reduce is not None:
-        return 4 * len(lane.layers)
+        return 4 * len(lane.layers) * (lane.reduce[1].count(",") + 1 if lane.reduce[0] == "sae" else 1)
     width = 1
     for size in settings.facts.row_shape(lane.site):
         width *= size

@@ -21,8 +21,8 @@ table_id: int32 [1]; buf: [capacity, D].
     if edits >= 0: apply the chains to their rows
 
 In ``tap``, only ``fired`` is declared as mutated: that keeps the op alive and in order, and one
-element is all that functionalization could ever copy. ``buf`` is written behind the compiler's back on purpose.
-Declared as mutated it may be cloned at every call (17 % of a decode step, measured when buffers
+element is all that functionalization could ever copy. ``buf`` is written behind the compiler's back
+on purpose. Declared as mutated it may be cloned at every call (17 % of a decode step, measured when buffers
 were views of one tensor), and nothing in the graph reads it.
 """
 

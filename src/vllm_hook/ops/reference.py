@@ -46,6 +46,16 @@ def cosine(h_RD: Tensor, vector_D: Tensor) -> Tensor:
     return cosines
 
 
+def sae(
+    h_RD: Tensor, encoder_FD: Tensor, bias_F: Tensor, centre_D: Tensor | None, threshold_F: Tensor | None
+) -> Tensor:
+    """Feature activations of a sparse autoencoder, float32 [R, F]: relu, or jump-relu above a threshold."""
+    x = h_RD.float() if centre_D is None else h_RD.float() - centre_D
+    pre: Tensor = x @ encoder_FD.T + bias_F
+    floor = torch.zeros_like(bias_F) if threshold_F is None else threshold_F
+    return torch.where(pre > floor, pre, torch.zeros_like(pre))
+
+
 @dataclass(frozen=True)
 class AttentionRule:
     """How one layer turns q.k into probabilities.
@@ -93,3 +103,40 @@ def attention(
     q = q_RHD.float()[:, heads].transpose(0, 1)
     k = k_KGD.float()[:, heads // group].transpose(0, 1)
     return logits_to_probs(q @ k.transpose(1, 2) * rule.scale, positions_R, heads, rule)
+
+
+@dataclass(frozen=True)
+class EditEntry:
+    """One edit of a row: ``s = act(<x, u> + c)``, ``x <- x + (a + b s) v``, or a rotation in the plane
+    of orthonormal u, v to the direction (a, b) = (cos, sin). ``act``: identity, relu or jump (relu above
+    ``theta``, else 0). ``keep_norm`` rescales to the norm that x had."""
+
+    u: Tensor
+    v: Tensor
+    a: float = 0.0
+    b: float = 0.0
+    c: float = 0.0
+    act: str = "identity"
+    theta: float = 0.0
+    rotate: bool = False
+    keep_norm: bool = False
+
+
+def edit(x_D: Tensor, chain: list[EditEntry]) -> Tensor:
+    """A row after a chain of edits, each on what the one before left. float32 in, float32 out."""
+    x = x_D
+    for e in chain:
+        p = torch.dot(x, e.u)
+        if e.rotate:
+            q = torch.dot(x, e.v)
+            length = torch.sqrt(p * p + q * q)
+            new = x + (length * e.a - p) * e.u + (length * e.b - q) * e.v
+        else:
+            s = p + e.c
+            if e.act == "relu":
+                s = torch.relu(s)
+            elif e.act == "jump":
+                s = s if s > e.theta else torch.zeros_like(s)
+            new = x + (e.a + e.b * s) * e.v
+        x = new * (x.norm() / new.norm()) if e.keep_norm else new
+    return x

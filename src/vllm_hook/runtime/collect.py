@@ -22,7 +22,8 @@ from .plan import LanePlan, Piece, StepPlan
 class Record:
     """Rows of one observation (by index within its request) from one step. Host tensors.
 
-    values: stream [layers, rows, d]; head [layers, rows, heads, d_head]; reduced [layers, rows];
+    values: stream [layers, rows, d]; head [layers, rows, heads, d_head]; reduced [layers, rows], for an
+    SAE [layers, rows, features];
     attention_mass [heads, rows, spans]; attention [heads, rows, keys].
     """
 
@@ -86,7 +87,7 @@ def _lane_rows(lane_plan: LanePlan, plan: StepPlan, bank: SiteBank, facts: Model
 
 
 def _reduced(lane_plan: LanePlan, rows: Tensor) -> Tensor:
-    """One float32 number a row where the lane is reduced."""
+    """One float32 number a row where the lane is reduced (for an SAE, one for each feature)."""
     reduce = lane_plan.lane.reduce
     if reduce is None:
         return rows
@@ -97,6 +98,8 @@ def _reduced(lane_plan: LanePlan, rows: Tensor) -> Tensor:
     assert t is not None
     if reduce[0] == "probe":
         return reference.probe(rows, t["weight"], t["bias"], t.get("mean"), t.get("scale"))
+    if reduce[0] == "sae":
+        return reference.sae(rows, t["encoder"], t["bias"], t.get("centre"), t.get("threshold"))
     function = {"projection": reference.projection, "cosine": reference.cosine}[reduce[0]]
     return function(rows, t["vector"])
 

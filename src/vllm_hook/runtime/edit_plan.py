@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -235,7 +236,7 @@ def _segments(ranges: Sequence[Ranges], first: int, stop: int) -> list[tuple[int
             cuts.update(x for x in (a, b) if x is not None and first < x < stop)
     edges = sorted(cuts)
     out = []
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in pairwise(edges):
         active = tuple(
             k for k, each in enumerate(ranges) if any(x <= a and (y is None or a < y) for x, y in each)
         )

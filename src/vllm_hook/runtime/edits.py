@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import Problem, ProgramError, UnsupportedError
+from ..errors import Problem, ProgramError
 from ..ops import edit as op
 from ..program.checked import CheckedEdit, CheckedProgram, Observation
 from ..program.resolve import OpenRange, Prompt, ResolvedEdit, ResolvedProgram
@@ -291,7 +291,12 @@ def with_scalars(edit: CompiledEdit, values: Mapping[str, float]) -> CompiledEdi
 @dataclass(frozen=True)
 class EditRequest:
     """The interventions of one request, resolved: plain data for the workers and what the prefix
-    cache needs. ``vectors`` are (kind of site, digest). ``first``: the first position whose keys and values differ from an unedited run."""
+    cache needs.
+
+    ``vectors`` are (kind of site, digest). ``first``: the first position whose keys and values differ
+    from an unedited run, None if none do. ``floor``: the first position at which a condition is
+    decided once, and so has to be run.
+    """
 
     data: list[dict[str, Any]]
     digest: str
@@ -306,7 +311,10 @@ def resolve_edits(
     prompt: Prompt,
     facts: ModelFacts,
 ) -> EditRequest:
-    """Interventions of all programs of a request, in order. ``scalars`` by ``id.name`` or ``program/id.name``."""
+    """Interventions of all programs of a request, in order.
+
+    ``scalars``: values by ``id.name`` or ``program/id.name``.
+    """
     data: list[dict[str, Any]] = []
     first: list[int] = []
     floor: list[int] = []

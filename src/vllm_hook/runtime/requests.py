@@ -30,7 +30,7 @@ PAYLOAD_KEY = "vllm_hook"
 class Lane:
     """What is the same for all requests that use one observation: they are read in one go.
 
-    ``reduce`` is None, ``("norm",)``, or one of probe, projection and cosine with the key under
+    ``reduce`` is None, ``("norm",)``, or one of probe, projection, cosine and sae with the key under
     which its tensors were distributed to the workers.
     """
 

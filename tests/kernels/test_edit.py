@@ -1,0 +1,225 @@
+"""The edit op against the plain-torch definition: chains, heads, gates, conditions, untouched rows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_hook.ops import edit as op
+from vllm_hook.ops import library, reference
+
+ROWS, WIDTH, SLOTS = 12, 16, 6
+ACTS = {"identity": op.IDENTITY, "relu": op.RELU, "jump": op.JUMP_RELU}
+
+
+def state(width: int = WIDTH, tables: int = 2) -> op.EditState:
+    g = torch.Generator().manual_seed(0)
+    return op.EditState(
+        edit_tables=torch.zeros(tables, 2, 1 + ROWS, dtype=torch.int32),
+        chain_start=torch.zeros(64, dtype=torch.int32),
+        entry_int=torch.zeros(64, 9, dtype=torch.int32),
+        entry_float=torch.zeros(64, 4),
+        cond_tables=torch.zeros(tables, 2, 1 + ROWS, dtype=torch.int32),
+        cond_int=torch.zeros(16, 6, dtype=torch.int32),
+        cond_float=torch.zeros(16, 3),
+        flags=torch.zeros(8),
+        acc=torch.zeros(8),
+        row_flags=torch.zeros(4, ROWS),
+        bank=torch.randn(SLOTS, width, generator=g),
+    )
+
+
+def entry(u: int, v: int, *, kind=op.RANK_ONE, act="identity", keep=0, head=0, gate=(0, -1), row=-1, **f):
+    floats = [f.get("a", 0.0), f.get("b", 0.0), f.get("c", 0.0), f.get("theta", 0.0)]
+    return [kind, u, v, ACTS[act], keep, head, *gate, row], floats
+
+
+def put(s: op.EditState, chains: list[list[tuple[list[int], list[float]]]], rows: list[tuple[int, int]]) -> None:
+    at = 0
+    for c, chain in enumerate(chains):
+        for ints, floats in chain:
+            s.entry_int[at] = torch.tensor(ints)
+            s.entry_float[at] = torch.tensor(floats)
+            at += 1
+        s.chain_start[c + 1] = at
+    s.edit_tables[0, :, 0] = len(rows)
+    for i, (row, chain_index) in enumerate(rows):
+        s.edit_tables[0, 0, 1 + i] = row
+        s.edit_tables[0, 1, 1 + i] = chain_index
+
+
+def run(h, residual, s, site=(0, -1)):
+    fired = torch.zeros(1, dtype=torch.int32)
+    library.edit(h, residual, fired, torch.tensor(site, dtype=torch.int32), s.tensors())
+    return int(fired)
+
+
+def as_reference(s: op.EditState, ints: list[int], floats: list[float]) -> reference.EditEntry:
+    act = {v: k for k, v in ACTS.items()}[ints[op.ACT]]
+    return reference.EditEntry(
+        u=s.bank[ints[op.U]], v=s.bank[ints[op.V]], a=floats[0], b=floats[1], c=floats[2], theta=floats[3],
+        act=act, rotate=ints[op.KIND] == op.ROTATE, keep_norm=bool(ints[op.KEEP_NORM]),
+    )  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000))
+def test_random_chains_equal_the_definition(seed: int) -> None:
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    s = state()
+    q, _ = torch.linalg.qr(torch.randn(WIDTH, 2))
+    s.bank[4], s.bank[5] = q[:, 0], q[:, 1]
+    chains = []
+    for _ in range(r.randint(1, 4)):
+        chain = []
+        for _ in range(r.randint(1, 3)):
+            if r.random() < 0.25:
+                chain.append(entry(4, 5, kind=op.ROTATE, a=0.6, b=0.8, keep=r.randint(0, 1)))
+            else:
+                chain.append(
+                    entry(
+                        r.randrange(4), r.randrange(4), act=r.choice(list(ACTS)), keep=r.randint(0, 1),
+                        a=r.uniform(-2, 2), b=r.uniform(-1, 1), c=r.uniform(-1, 1), theta=r.uniform(0, 2),
+                    )  # fmt: skip
+                )
+        chains.append(chain)
+    rows = [(row, r.randrange(len(chains))) for row in r.sample(range(ROWS), r.randint(1, ROWS))]
+    put(s, chains, rows)
+    h, residual = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    before, stream = h.clone(), h + residual
+    assert run(h, residual, s) == 1
+    touched = dict(rows)
+    for row in range(ROWS):
+        if row not in touched:
+            assert torch.equal(h[row], before[row])
+            continue
+        want = reference.edit(stream[row], [as_reference(s, *e) for e in chains[touched[row]]])
+        torch.testing.assert_close(h[row] + residual[row], want, rtol=1e-4, atol=1e-4)
+
+
+def test_clamp_sets_the_projection_of_the_whole_stream_not_of_one_half() -> None:
+    s = state()
+    s.bank[0] = torch.nn.functional.normalize(torch.randn(WIDTH), dim=0)
+    put(s, [[entry(0, 0, a=2.5, b=-1.0)]], [(3, 0)])
+    h, residual = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    run(h, residual, s)
+    assert float((h[3] + residual[3]) @ s.bank[0]) == pytest.approx(2.5, abs=1e-5)
+
+
+def test_heads_are_changed_alone_also_in_a_strided_view() -> None:
+    s = state(width=4)
+    put(s, [[entry(0, 0, a=1.0, head=2)]], [(5, 0)])
+    whole = torch.randn(ROWS, 40)
+    h = whole[:, 8:24]  # 4 heads of 4, as q within qkv
+    before = whole.clone()
+    run(h, None, s)
+    want = before.clone()
+    want[5, 16:20] += s.bank[0]
+    torch.testing.assert_close(whole, want)
+    assert torch.equal(whole[:5], before[:5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zero_strength_and_a_shut_gate_leave_every_bit(dtype: torch.dtype) -> None:
+    s = state()
+    put(
+        s,
+        [[entry(0, 0, a=0.0)], [entry(0, 1, a=3.0, gate=(op.LATCHED, 1))], [entry(0, 1, a=3.0, row=2)]],
+        [(1, 0), (2, 1), (3, 2)],
+    )
+    h, residual = torch.randn(ROWS, WIDTH).to(dtype), torch.randn(ROWS, WIDTH).to(dtype)
+    before = h.clone()
+    assert run(h, residual, s) == 1
+    assert torch.equal(h, before)
+    s.flags[1] = 1.0
+    s.row_flags[2, 3] = 1.0
+    run(h, residual, s)
+    changed = (h != before).any(-1).nonzero().flatten().tolist()
+    assert changed == [2, 3]
+
+
+def test_idle_does_nothing() -> None:
+    s = state()
+    put(s, [[entry(0, 0, a=1.0)]], [(0, 0)])
+    h = torch.randn(ROWS, WIDTH)
+    before = h.clone()
+    assert run(h, None, s, site=(-1, -1)) == 0
+    assert torch.equal(h, before)
+
+
+def condition(s: op.EditState, i: int, *, kind=op.LINEAR, u=0, over=op.ANY, above=1, flag=0, per_row=0, **f):
+    s.cond_int[i] = torch.tensor([kind, u, over, above, flag, per_row])
+    s.cond_float[i] = torch.tensor([f.get("c", 0.0), f.get("bound", 0.0), f.get("rows", 1.0)])
+
+
+def watch(s: op.EditState, rows: list[tuple[int, int]]) -> None:
+    s.cond_tables[0, :, 0] = len(rows)
+    for i, (row, cond) in enumerate(rows):
+        s.cond_tables[0, 0, 1 + i], s.cond_tables[0, 1, 1 + i] = row, cond
+
+
+@pytest.mark.parametrize("kind", [op.LINEAR, op.COSINE, op.NORM])
+@pytest.mark.parametrize("above", [0, 1])
+def test_conditions_latch_any_all_and_mean_over_two_chunks(kind: int, above: int) -> None:
+    s = state()
+    s.bank[0] = torch.nn.functional.normalize(torch.randn(WIDTH), dim=0)
+    h, residual = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    x = h + residual
+    value = {op.LINEAR: x @ s.bank[0] + 0.1, op.COSINE: x @ s.bank[0] / x.norm(dim=-1) + 0.1}.get(
+        kind, x.norm(dim=-1) + 0.1
+    )
+    bound = float(value[:6].median())
+    for i, over in enumerate((op.ANY, op.ALL, op.MEAN)):
+        condition(s, i, kind=kind, over=over, above=above, flag=i, c=0.1, bound=bound, rows=6.0)
+    s.flags[1] = 1.0  # `all` starts true
+    for chunk in (range(3), range(3, 6)):
+        watch(s, [(row, i) for i in range(3) for row in chunk])
+        before = h.clone()
+        run(h, residual, s, site=(-1, 0))
+        assert torch.equal(h, before)
+    holds = (value[:6] > bound) if above else (value[:6] < bound)
+    mean = value[:6].mean()
+    assert s.flags[:3].tolist() == [
+        float(holds.any()),
+        float(holds.all()),
+        float(mean > bound if above else mean < bound),
+    ]
+
+
+def test_a_condition_by_row_reads_before_the_edits_of_its_own_site() -> None:
+    s = state()
+    s.bank[0] = torch.nn.functional.normalize(torch.randn(WIDTH), dim=0)
+    h = torch.randn(ROWS, WIDTH)
+    scores = h @ s.bank[0]
+    condition(s, 0, per_row=1, flag=3)
+    watch(s, [(row, 0) for row in range(ROWS)])
+    put(s, [[entry(0, 0, a=-100.0, gate=(op.BY_ROW, 3))]], [(row, 0) for row in range(ROWS)])
+    before = h.clone()
+    run(h, None, s, site=(0, 0))
+    assert ((h != before).any(-1) == (scores > 0)).all()
+    assert (s.row_flags[3] > 0).tolist() == (scores > 0).tolist()
+
+
+def test_bf16_rounds_once_a_row() -> None:
+    s = state()
+    put(s, [[entry(0, 1, a=0.3, b=0.5), entry(1, 2, a=-0.2, b=0.1)]], [(row, 0) for row in range(ROWS)])
+    h = torch.randn(ROWS, WIDTH).bfloat16()
+    chain = [as_reference(s, *e) for e in ([*_row(s, 0)], [*_row(s, 1)])]
+    want = torch.stack([reference.edit(row.float(), chain) for row in h]).bfloat16()
+    run(h, None, s)
+    torch.testing.assert_close(h, want, rtol=8e-3, atol=1e-3)
+
+
+def _row(s: op.EditState, i: int) -> tuple[list[int], list[float]]:
+    return s.entry_int[i].tolist(), s.entry_float[i].tolist()
+
+
+def test_opcheck_idle() -> None:
+    s = state()
+    args = (torch.randn(ROWS, WIDTH), None, torch.zeros(1, dtype=torch.int32), torch.tensor([-1, -1]), s.tensors())
+    torch.library.opcheck(library.edit.default, args, test_utils=("test_schema", "test_faketensor"))
