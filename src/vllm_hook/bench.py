@@ -1,4 +1,4 @@
-"""``vllm-hook bench``: what observation costs, against plain vLLM and against Hugging Face.
+"""``vllm-hook bench``: what observing and steering cost, against plain vLLM and Hugging Face.
 
 Two engines with the same settings stand side by side in one process, one plain and one armed, and
 take turns within every round, so that a change of the machine's speed meets both. What is reported
@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -68,8 +69,9 @@ class Row:
         return statistics.median(self.seconds)
 
 
-def programs(layers: int, heads: int) -> list[dict[str, Any]]:
-    """What the bench observes: last token and all prompt tokens of all layers, attention mass of 8 heads."""
+def programs(layers: int, heads: int, vector: Path) -> list[dict[str, Any]]:
+    """What the bench observes (last token and all prompt tokens of all layers, attention mass of 8
+    heads) and changes (a vector added at three layers, at every position)."""
     spans = {"instruction": {"tokens": [0, 20]}, "data": {"tokens": [20, 31]}}
     picked = [[layers * (2 * i + 1) // (2 * HEADS_OBSERVED), i % heads] for i in range(HEADS_OBSERVED)]
     mass = {"site": "attention_mass", "heads": picked, "rows": "last_prompt", "keys": ["instruction", "data"]}
@@ -79,6 +81,13 @@ def programs(layers: int, heads: int) -> list[dict[str, Any]]:
         "options": {"instruction": "instruction", "data": "data"},
     }
     stream = {"site": "resid_post", "layers": "all"}
+    steer = {
+        "site": "resid_post",
+        "layers": [layers // 4, layers // 2, 3 * layers // 4],
+        "method": "add",
+        "vector": str(vector),
+        "strength": 0.1,
+    }
     return [
         {
             "schema": 1,
@@ -94,6 +103,7 @@ def programs(layers: int, heads: int) -> list[dict[str, Any]]:
             "observe": {"mass": mass},
             "analyze": {"t": tracker},
         },
+        {"schema": 1, "name": "steer", "intervene": {"e": steer}},
     ]
 
 
@@ -102,6 +112,7 @@ CASES = (
     Case("armed, idle", PREFILL, False, 1.03),
     Case("armed, idle", SHORT, False, 1.03),
     Case("last token of all layers, every step", DECODE, "last", 1.05),
+    Case("all 16 requests steered at 3 layers", DECODE, "steer", 1.05),
     Case("3 of 16 requests observed (last token, all layers)", DECODE, ["last"] * 3 + [False] * 13, 1.05),
     Case("all prompt tokens of all layers", PREFILL, "prompt"),
     Case("attention mass of 8 heads, last prompt token", PREFILL, "mass", 1.05),
@@ -150,11 +161,17 @@ def setup() -> dict[str, Any]:
 
 
 def _bench_dtype(model: str, dtype: str, rounds: int, hugging_face: bool, console: Console) -> list[Row]:
+    import torch
+    from safetensors.torch import save_file
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model)
     with console.status(f"{dtype}: starting a plain and an armed engine"):
-        plain, hooked = _engines(model, dtype, programs(config.num_hidden_layers, config.num_attention_heads))
+        with tempfile.TemporaryDirectory() as folder:
+            vector = Path(folder) / "vector.safetensors"
+            save_file({"v": torch.randn(config.hidden_size)}, vector)
+            sources = programs(config.num_hidden_layers, config.num_attention_heads, vector)
+            plain, hooked = _engines(model, dtype, sources)
     runs: dict[tuple[str, Workload], Callable[[], None]] = {}
     for workload in (DECODE, PREFILL, SHORT):
         runs["plain vLLM", workload] = _runner(plain, workload, config.vocab_size, None)

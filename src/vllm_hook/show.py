@@ -167,6 +167,47 @@ def score_figure(
     return figure
 
 
+def sweep_figure(
+    strengths: Sequence[float],
+    rates: Sequence[float],
+    perplexities: Sequence[float],
+    chosen: float | None = None,
+    title: str = "",
+    rate_label: str = "share of answers that show it",
+    bound: float = 2.0,
+) -> Figure:
+    """What a stronger edit brings and costs: rate above, perplexity relative to plain below.
+
+    One value a strength in each; ``rates`` in 0..1. ``bound`` is drawn as the most perplexity may grow;
+    ``chosen`` marks one strength.
+    """
+    if not strengths or not len(strengths) == len(rates) == len(perplexities):
+        raise HookError("need one rate and one perplexity for every strength, and at least one strength")
+    figure = _figure(8.0, 6.0)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    upper.plot(strengths, [100 * rate for rate in rates], "o-", color=NORMAL, lw=2)
+    upper.set(ylim=(-4, 104), ylabel="%")
+    upper.set_title(rate_label, fontsize=10, loc="left")
+    lower.plot(strengths, perplexities, "o-", color=ATTACK, lw=2)
+    lower.axhline(bound, color=LINE, linestyle="--", linewidth=1)
+    lower.set(yscale="log", xlabel="strength", ylabel="times plain")
+    ticks = [t for t in (0.5, 1, 2, 4, 8, 16, 32, 64) if t <= max(*perplexities, bound) * 1.5]
+    lower.set_yticks(ticks, [f"{t:g}" for t in ticks])
+    lower.minorticks_off()
+    lower.set_title(
+        f"perplexity of the answers under the unsteered model (dashed: x{bound:g})", fontsize=10, loc="left"
+    )
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+        if chosen is not None:
+            axes.axvline(chosen, color=LINE, linewidth=8, alpha=0.1)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    if title:
+        figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    return figure
+
+
 def save_html(
     path: str | Path,
     figures: Mapping[str, Figure],

@@ -80,7 +80,7 @@ def params(max_tokens, **more):
     return SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **more})
 
 
-def make_engine():
+def make_engine(programs=PROGRAMS, **changes):
     if runner == "v2-async":
         from vllm.platforms.cpu import CpuPlatform
 
@@ -93,18 +93,17 @@ def make_engine():
         CpuPlatform.check_and_update_config = classmethod(patched)
     from vllm_hook.llm import HookLLM
 
-    return HookLLM(
-        model,
-        programs=PROGRAMS,
-        max_model_len=512,
-        max_num_seqs=40,
-        max_num_batched_tokens=128,
-        block_size=BLOCK,
-        num_gpu_blocks_override=BLOCKS,
-        dtype="float32",
-        enforce_eager=mode == "eager",
-        seed=0,
-    )
+    given = {
+        "max_model_len": 512,
+        "max_num_seqs": 40,
+        "max_num_batched_tokens": 128,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": BLOCKS,
+        "dtype": "float32",
+        "enforce_eager": mode == "eager",
+        "seed": 0,
+    }
+    return HookLLM(model, programs=programs, **{**given, **changes})
 
 
 class Judge:

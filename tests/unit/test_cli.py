@@ -84,7 +84,7 @@ def test_commands_are_those_of_the_contract(run):
     assert "vllm-hook demo" in out
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS - {"demo"}))
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_teaches_by_example(run, command):
     result = run(command, "--help")
     assert result.exit_code == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from safetensors.torch import save as save_safetensors
@@ -48,10 +48,18 @@ ATTENTION_BYTES = 256 << 20
 
 
 class Payload(dict):
-    """The resolved form of a request as plain data. Within the front end it also carries its context;
-    serializers see a dict."""
+    """The resolved form of a request as plain data. Within the front end it also carries its context,
+    and what is held for it until all of its samples have ended; serializers see a dict."""
 
     context: Context
+    release: Callable[[], Any]
+    samples: int
+
+    def ended(self) -> None:
+        """One sample has ended. (Garbage collection would release as well, but late.)"""
+        self.samples -= 1
+        if self.samples == 0:
+            self.release()
 
 
 class Frontend:
@@ -63,6 +71,7 @@ class Frontend:
         self.outbox: list[tuple[Any, ...]] = []
         self._in_use: Counter[str] = Counter()
         self._vectors: Counter[tuple[str, str]] = Counter()
+        self._running: dict[str, Payload] = {}
         # Requests are admitted on a thread pool, and released wherever their last reference goes.
         self._lock = threading.RLock()
         self._max_len = int(engine.vllm_config.model_config.max_model_len)
@@ -75,6 +84,8 @@ class Frontend:
         inputs.process_inputs_async = make_async(self.process_inputs, executor=inputs.renderer._executor)
         outputs.add_request = self.add_request
         outputs.process_outputs = self.process_outputs
+        self._abort_requests = outputs.abort_requests
+        outputs.abort_requests = self.abort_requests
         self._inputs, self._outputs = inputs, outputs
         carry_chat(inputs.renderer)
         _extend_outputs()
@@ -151,11 +162,11 @@ class Frontend:
             raise UnsupportedError("pooling requests cannot use programs yet")
         if request.prompt_token_ids is None:
             raise UnsupportedError("prompts given as embeddings cannot use programs")
-        context = self._context(programs, spec, prompt, request.prompt_token_ids)
+        context, release = self._context(programs, spec, prompt, request.prompt_token_ids)
         self._check_size(context, request.sampling_params)
         resolved = [o for use in context.uses for o in use.resolved.observations]
         data = Payload(payload(resolved, context.lanes, len(request.prompt_token_ids), context.edits))
-        data.context = context
+        data.context, data.release, data.samples = context, release, params.n
         request.sampling_params.extra_args = {**extra, PAYLOAD_KEY: data}
         return request
 
@@ -172,7 +183,8 @@ class Frontend:
         spec: RequestSpec | None,
         prompt: Any,
         token_ids: Sequence[int],
-    ) -> Context:
+    ) -> tuple[Context, Callable[[], Any]]:
+        """The context of a request, and what gives back all that is held for it."""
         overrides = dict(spec.spans) if spec is not None else {}
         known = {name for p in programs for name in p.checked.spans}
         if unknown := sorted(set(overrides) - known):
@@ -205,8 +217,9 @@ class Frontend:
             self._check_slots(vectors)
             self._in_use.update(digests)
             self._vectors.update(vectors)
-        weakref.finalize(context, self._release, digests, vectors).atexit = False
-        return context
+        release = weakref.finalize(context, self._release, digests, vectors)
+        release.atexit = False
+        return context, release
 
     def _check_slots(self, vectors: frozenset[tuple[str, str]]) -> None:
         """Vectors of running requests hold slots; scalars take none."""
@@ -251,7 +264,18 @@ class Frontend:
         data = (params.extra_args or {}).get(PAYLOAD_KEY) if params is not None else None
         if data is not None:
             _observe_state(self._outputs.request_states[request.request_id], Collector(data.context))
+            self._running[request.request_id] = data
         return out
+
+    def abort_requests(self, *args: Any, **kwargs: Any) -> Any:
+        aborted = self._abort_requests(*args, **kwargs)
+        self._ended(aborted)
+        return aborted
+
+    def _ended(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self._running and request_id not in self._outputs.request_states:
+                self._running.pop(request_id).ended()
 
     def process_outputs(self, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for output in engine_core_outputs:
@@ -264,7 +288,9 @@ class Frontend:
             state = self._outputs.request_states.get(output.request_id)
             if state is not None:
                 state._vllm_hook.add(rows)
-        return self._process_outputs(engine_core_outputs, *args, **kwargs)
+        out = self._process_outputs(engine_core_outputs, *args, **kwargs)
+        self._ended([output.request_id for output in engine_core_outputs])
+        return out
 
 
 def lane_of(observation: Observation, digest: str) -> Lane:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from .edit_plan import (
     AttendPiece,
     EditPlan,
     EditState,
+    Filter,
     Gate,
     RowEdit,
     Slots,
@@ -27,6 +29,9 @@ from .edit_plan import (
 from .requests import Ranges
 
 Place = tuple[str, int]
+#: Places with conditions in one step that differ in their rows, and conditions there for each row.
+CONDITION_PLACES = 32
+CONDITIONS_A_ROW = 4
 
 
 class VectorSource(Protocol):
@@ -62,7 +67,7 @@ class EditBank:
             "chain_start": table(chains + 1),
             "entry_int": table(entries, 9),
             "entry_float": table(entries, 4, dtype=torch.float32),
-            "cond_tables": table(n, 2, 1 + rows),
+            "cond_tables": table(min(n, CONDITION_PLACES), 2, 1 + CONDITIONS_A_ROW * rows),
             "cond_int": table(chains, 6),
             "cond_float": table(chains, 3, dtype=torch.float32),
             "flags": table(self.flag_slots.capacity, dtype=torch.float32),
@@ -119,16 +124,19 @@ class EditBank:
 
         edits = []
         attends = []
+        gates: dict[str, Gate] = {}  # edits of a request that have the same condition share its flag
         for i, e in enumerate(data):
-            gate = None
-            if e["gate"] is not None:
-                g = e["gate"]
-                slots = self.row_flag_slots if g["per_row"] else self.flag_slots
-                number = flag(slots, ("gate", i))
-                if not g["per_row"]:
-                    fresh.append((number, initial_flag(g["over"])))
-                gate = _gate(g, vector("stream", g["u"]), number)
-            token_flag = flag(self.row_flag_slots, ("tokens", i)) if e["token_ids"] else -1
+            g, gate = e["gate"], None
+            if g is not None:
+                same = json.dumps(g, sort_keys=True)
+                if same not in gates:
+                    number = flag(self.row_flag_slots if g["per_row"] else self.flag_slots, ("gate", i))
+                    if not g["per_row"]:
+                        fresh.append((number, initial_flag(g["over"])))
+                    gates[same] = _gate(g, vector("stream", g["u"]), number)
+                gate = gates[same]
+            filters = tuple(Filter(tuple(f["token_ids"]), _open_ranges(f["sure"])) for f in e["filters"])
+            token_flag = flag(self.row_flag_slots, ("tokens", i)) if filters else -1
             kind = site(e["site"]).kind
             entries = tuple(
                 _entry(a, vector(kind, a[1]), vector(kind, a[2]), gate, token_flag) for a in e["atoms"]
@@ -141,8 +149,7 @@ class EditBank:
                     rows=_open_ranges(e["rows"]),
                     entries=entries,
                     gate=gate,
-                    token_ids=tuple(e["token_ids"]),
-                    explicit=None if e["explicit"] is None else _open_ranges(e["explicit"]),
+                    filters=filters,
                     token_flag=token_flag,
                 )
             )
@@ -169,6 +176,12 @@ class EditBank:
             ("chains", len(plan.chain_start), shared.chain_start.shape[0]),
             ("edits", len(plan.entry_int), shared.entry_int.shape[0]),
             ("conditions", len(plan.cond_int), shared.cond_int.shape[0]),
+            ("places with conditions", len(plan.cond_tables), shared.cond_tables.shape[0]),
+            (
+                "condition rows at one place",
+                max((len(rows) for rows, _ in plan.cond_tables), default=0),
+                shared.cond_tables.shape[2] - 1,
+            ),
         ):
             if need > have:
                 raise CapacityError(f"{need} {what} in one step, {have} reserved")
@@ -187,10 +200,13 @@ class EditBank:
             shared.acc[slot] = 0.0
         for row_flag in plan.row_flags:
             shared.row_flags[row_flag].zero_()
-        for token_flag, ids, rows, sure in plan.token_rows:
+        for token_flag, rows, filters in plan.token_rows:
             index = torch.from_numpy(rows).long()
-            hit = torch.isin(input_ids[index], torch.tensor(ids, device=input_ids.device))
-            shared.row_flags[token_flag, index] = (hit | torch.from_numpy(sure)).float()
+            passed = torch.ones(len(rows), dtype=torch.bool)
+            for ids, sure in filters:
+                hit = torch.isin(input_ids[index], torch.tensor(ids, device=input_ids.device))
+                passed &= hit | torch.from_numpy(sure)
+            shared.row_flags[token_flag, index] = passed.float()
         self._site_ids.fill_(-1)
         for place, t in plan.table_of.items():
             self._site_ids[self._slot[place], 0] = t

@@ -58,15 +58,23 @@ class AttendPiece:
 
 
 @dataclass(frozen=True)
+class Filter:
+    """Lets through the positions in ``sure`` and those whose token is listed."""
+
+    token_ids: tuple[int, ...]
+    sure: Ranges
+
+
+@dataclass(frozen=True)
 class RowEdit:
-    """One intervention of one request. ``entries`` are (ints, floats) of the kernel with slots filled in."""
+    """One intervention of one request. ``entries`` are (ints, floats) of the kernel with slots filled in;
+    with ``filters``, ``token_flag`` says row by row which rows pass all of them."""
 
     places: tuple[Place, ...]
     rows: Ranges
     entries: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]
     gate: Gate | None
-    token_ids: tuple[int, ...]
-    explicit: Ranges | None
+    filters: tuple[Filter, ...]
     token_flag: int
 
 
@@ -112,6 +120,10 @@ class EditState:
     attends: tuple[Attend, ...] = ()
 
 
+#: Flag to write, its rows, and for each filter the tokens and which rows pass whatever their token is.
+TokenRows = tuple[int, np.ndarray, tuple[tuple[tuple[int, ...], np.ndarray], ...]]
+
+
 @dataclass(frozen=True)
 class EditPlan:
     """One step. ``tables[t]`` = (rows, chain of each row); ``cond_tables[t]`` = (rows, condition of each)."""
@@ -126,7 +138,7 @@ class EditPlan:
     cond_int: np.ndarray
     cond_float: np.ndarray
     fresh: tuple[tuple[int, float], ...]
-    token_rows: tuple[tuple[int, tuple[int, ...], np.ndarray, np.ndarray], ...]
+    token_rows: tuple[TokenRows, ...]
     row_flags: tuple[int, ...]
     attends: Mapping[int, Sequence[AttendPiece]]
 
@@ -156,7 +168,7 @@ class _Builder:
         self.cond_ints: list[tuple[int, ...]] = []
         self.cond_floats: list[tuple[float, ...]] = []
         self.fresh: list[tuple[int, float]] = []
-        self.token_rows: list[tuple[int, tuple[int, ...], np.ndarray, np.ndarray]] = []
+        self.token_rows: list[TokenRows] = []
         self.row_flags: set[int] = set()
         self.attends: dict[int, list[AttendPiece]] = {}
         self._pieces = 0
@@ -165,14 +177,16 @@ class _Builder:
         self.fresh += state.fresh
         state.fresh = []
         for edit in state.edits:
-            if edit.token_ids:
-                positions = positions_within(edit.rows, first, stop)
-                if positions.size:
-                    sure = np.isin(positions, positions_within(edit.explicit or (), first, stop))
-                    self.token_rows.append((edit.token_flag, edit.token_ids, positions + shift, sure))
-                    self.row_flags.add(edit.token_flag)
-            if edit.gate is not None:
-                self.gate(edit.gate, first, stop, shift, fresh_from)
+            positions = positions_within(edit.rows, first, stop) if edit.filters else np.empty(0)
+            if positions.size:
+                passing = tuple(
+                    (f.token_ids, np.isin(positions, positions_within(f.sure, first, stop)))
+                    for f in edit.filters
+                )
+                self.token_rows.append((edit.token_flag, positions + shift, passing))
+                self.row_flags.add(edit.token_flag)
+        for gate in {e.gate.flag: e.gate for e in state.edits if e.gate is not None}.values():
+            self.gate(gate, first, stop, shift, fresh_from)
         for attend in state.attends:
             positions = positions_within(attend.rows, first, stop)
             if positions.size:
@@ -180,8 +194,11 @@ class _Builder:
                     piece_at = AttendPiece(attend, i, positions + shift, positions)
                     self.attends.setdefault(layer, []).append(piece_at)
         for places, members in state.groups:
+            chains: dict[tuple[int, ...], int] = {}
             for a, b, active in _segments([state.edits[m].rows for m in members], first, stop):
-                chain = self.chain([state.edits[members[k]] for k in active])
+                chain = chains.get(active)
+                if chain is None:
+                    chain = chains[active] = self.chain([state.edits[members[k]] for k in active])
                 piece = (self._pieces, np.arange(a, b, dtype=np.int32) + shift, chain)
                 self._pieces += 1
                 for place in places:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import Problem, ProgramError
 from ..ops import edit as op
 from ..program.checked import CheckedEdit, CheckedProgram, Observation
-from ..program.resolve import OpenRange, Prompt, ResolvedEdit, ResolvedProgram
+from ..program.resolve import OpenRange, Prompt, ResolvedEdit, ResolvedObservation, ResolvedProgram
 from ..program.schema import (
     AddEdit,
     AffineEdit,
@@ -372,7 +372,8 @@ def _gate(
     """A condition with its rows; a latched one must be complete before the first row that it opens."""
     condition = edit.condition
     assert condition is not None
-    watched = next(o for o in resolved.observations if o.id == condition.observe).rows
+    observation = next(o for o in resolved.observations if o.id == condition.observe)
+    watched, wanted = observation.rows, _wanted(observation, prompt)
     where = f"program {checked.name!r}, intervene.{edit.id}"
     count = 0
     if not condition.per_row:
@@ -391,23 +392,36 @@ def _gate(
     return {
         "site": condition.site, "layer": condition.layer, "kind": condition.kind, "u": condition.u,
         "c": condition.c, "bound": condition.bound, "above": condition.above, "over": condition.over,
-        "per_row": condition.per_row, "count": count, "rows": _closed(watched),
+        "per_row": condition.per_row, "count": count, "rows": _closed(wanted.rows), "filter": wanted.filter,
     }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Rows to look at; ``filter``: of these only the ones in ``sure`` or whose token is listed."""
+
+    rows: tuple[OpenRange, ...]
+    filter: dict[str, Any] | None
+
+
+def _wanted(resolved: ResolvedEdit | ResolvedObservation, prompt: int) -> _Wanted:
+    """Which generated token stands where is known on the device only: it decides row by row."""
+    if not resolved.token_ids:
+        return _Wanted(resolved.rows, None)
+    known = [(a, min(b or prompt, prompt)) for a, b in resolved.rows if a < prompt]
+    only = {"token_ids": sorted(resolved.token_ids), "sure": _closed(resolved.rows)}
+    return _Wanted((*known, (prompt, None)), only)
 
 
 def _plain(
     edit: CompiledEdit, rows: ResolvedEdit, gate: dict[str, Any] | None, prompt: int
 ) -> dict[str, Any]:
-    wanted = list(rows.rows)
-    if rows.token_ids:
-        # Which generated token stands where is known on the device only: it decides row by row.
-        wanted = [(a, min(b or prompt, prompt)) for a, b in wanted if a < prompt] + [(prompt, None)]
+    wanted = _wanted(rows, prompt)
     return {
         "site": edit.site,
         "layers": list(edit.layers),
-        "rows": _closed(wanted),
-        "token_ids": sorted(rows.token_ids),
-        "explicit": _closed(rows.rows) if rows.token_ids else None,
+        "rows": _closed(wanted.rows),
+        "filters": [f for f in (wanted.filter, gate["filter"] if gate is not None else None) if f],
         "atoms": [[a.kind, a.u, a.v, a.act, a.keep_norm, a.head, a.a, a.b, a.c, a.theta] for a in edit.atoms],
         "gate": gate,
         "attend": None,
