@@ -224,6 +224,7 @@ async def _async(model: Path, reference):
 
     from conftest import TINY_ENGINE
     from vllm_hook.engine import control
+    from vllm_hook.errors import ProgramError
 
     arm = {"resid_post": {"layers": [2, 3]}}
     engine = AsyncLLM.from_engine_args(
@@ -279,7 +280,7 @@ async def _async(model: Path, reference):
         await control.load_async(engine, later)
         out = (await generate("later", 9, RequestOutputKind.FINAL_ONLY, hook="later"))[0]
         check(token_prompts([9])[0], out.outputs[0].token_ids, out.hook.observed["x"], layer=3)
-        with pytest.raises(ValueError, match="nonsense"):
+        with pytest.raises(ProgramError, match=r"nonsense.*loaded: later, state"):
             await generate("bad", 9, RequestOutputKind.FINAL_ONLY, hook="nonsense")
         status = (await engine.collective_rpc("vllm_hook_rpc", args=("status",)))[0]
         for _ in range(100):  # the aborted request leaves the worker with the next step

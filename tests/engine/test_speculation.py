@@ -1,6 +1,7 @@
 """Speculative decoding: a request owns several rows a step, and rejected positions run again."""
 
 import pytest
+
 from conftest import ARM_ALL, hook_llm
 from oracle import assert_probs_close, assert_rows_close, fed
 from prompts import greedy

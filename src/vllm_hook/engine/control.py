@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import UnsupportedError
+from vllm.exceptions import VLLMClientError
+
+from ..errors import HookError, UnsupportedError
 from ..runtime.loading import LoadedProgram, load_program
 from .frontend import Frontend
 from .settings import parse_config, raw_config, read_settings
@@ -82,9 +84,18 @@ def attach_async(engine: Any) -> None:
             _check_replies(replies)
             checked = True
         await flush_async(engine)
-        return await add_request(*args, **kwargs)
+        try:
+            return await add_request(*args, **kwargs)
+        except HookError as error:
+            error.__class__ = _client_class(type(error))
+            raise
 
     engine.add_request = add_request_after_flush
+
+
+def _client_class(kind: type[HookError]) -> type[HookError]:
+    """The same error, as a fault of the client: AsyncLLM hides all others behind EngineGenerateError."""
+    return type(kind.__name__, (kind, VLLMClientError), {"__module__": kind.__module__})
 
 
 def flush(engine: Any) -> None:

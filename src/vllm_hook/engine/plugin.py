@@ -26,11 +26,11 @@ def register() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
+    from vllm.v1.worker.worker_base import WorkerBase
 
     _after(EngineArgs, "create_engine_config", _complete)
     _after(Scheduler, "__init__", _scheduler)
-    _after(WorkerWrapperBase, "init_worker", _worker)
+    _after(WorkerBase, "__init__", _worker)
     _wrap_llm_engine(LLMEngine)
     _after(AsyncLLM, "__init__", _async_llm)
     _wrap_hash(VllmConfig)
@@ -106,10 +106,10 @@ def _scheduler(scheduler: Any, _: None) -> None:
     hook_scheduler(scheduler)
 
 
-def _worker(wrapper: Any, _: None) -> None:
+def _worker(worker: Any, _: None) -> None:
+    """Not ``WorkerWrapperBase.init_worker``: a spawned worker loads plug-ins within that very call."""
     from .settings import raw_config
 
-    worker = wrapper.worker
     if raw_config(worker.vllm_config) is None:
         return
     from .worker import arm_after_load
