@@ -44,11 +44,14 @@ def methods(ref: Any, site: str) -> dict[str, dict[str, Any]]:
         "affine": {"method": "affine", "u": w, "v": v, "a": 0.4 * s, "b": -0.05},
         "sae": {"method": "sae", "sae": ref("", f"{h}sae"), "features": [4, 1], "target": 0.5 * s},
         "sae-jump": {
-            "method": "sae", "sae": ref("", f"{h}sae-jump"), "features": [3], "target": 0.5 * s,
+            "method": "sae",
+            "sae": ref("", f"{h}sae-jump"),
+            "features": [3],
+            "target": 0.5 * s,
             "keep_norm": True,
         },
         "keep-norm": {"method": "add", "vector": v, "strength": 2.0 * s, "keep_norm": True},
-    }  # fmt: skip
+    }
 
 
 def edit_programs(ref: Any) -> list[dict[str, Any]]:
@@ -73,7 +76,13 @@ def edit_programs(ref: Any) -> list[dict[str, Any]]:
             "stack-one-layer",
             a={**pre, "method": "ablate", "vector": ref("w")},
             b={**pre, "method": "add", "vector": ref("v"), "keep_norm": True, "positions": "generated"},
-            c={**pre, "method": "clamp", "vector": ref("x"), "target": 2.0, "positions": {"range": [1, None]}},
+            c={
+                **pre,
+                "method": "clamp",
+                "vector": ref("x"),
+                "target": 2.0,
+                "positions": {"range": [1, None]},
+            },
         ),
         program(
             "stack-two-layers",
@@ -83,9 +92,16 @@ def edit_programs(ref: Any) -> list[dict[str, Any]]:
         program(
             "stack-two-heads",
             a={"site": "z", "layers": [1], "heads": [1], "method": "add", "vector": ref("hv")},
-            b={"site": "z", "layers": [1, 2], "heads": [1, 3], "method": "clamp", "vector": ref("hw"), "target": 2.0},
+            b={
+                "site": "z",
+                "layers": [1, 2],
+                "heads": [1, 3],
+                "method": "clamp",
+                "vector": ref("hw"),
+                "target": 2.0,
+            },
         ),
-    ]  # fmt: skip
+    ]
     attend = {"site": "attention", "method": "attend", "heads": [[1, 0], [1, 3], [2, 1]], "keys": ["s"]}
     found += [
         program("attend-more", e={**attend, "weight": 6.0}),
@@ -142,8 +158,10 @@ def gate_programs(ref: Any, bounds: dict[str, float]) -> list[dict[str, Any]]:
     }
     found.append(
         program(
-            "gate-attend", {"c": c}, e={**attend, "rows": ["last_prompt", "generated"], "when": when},
+            "gate-attend",
+            {"c": c},
+            e={**attend, "rows": ["last_prompt", "generated"], "when": when},
             f={**late, "strength": -3.0, "positions": "generated", "when": {**when}},
         )
-    )  # fmt: skip
+    )
     return found

@@ -39,19 +39,23 @@ class Tensors(dict):
         self.put("vectors", {n: random(hidden) for n in "vwxy"} | {f"h{n}": random(head_dim) for n in "vwxy"})
         for width, name in ((hidden, "sae"), (head_dim, "hsae")):
             file = {
-                "W_enc": random(width, 6) / width**0.5, "b_enc": random(6) * 0.1,
-                "W_dec": random(6, width), "b_dec": random(width) * 0.1,
-            }  # fmt: skip
+                "W_enc": random(width, 6) / width**0.5,
+                "b_enc": random(6) * 0.1,
+                "W_dec": random(6, width),
+                "b_dec": random(width) * 0.1,
+            }
             self.put(name, file, whole=True)
             self.put(f"{name}-jump", {**file, "threshold": random(6).abs() * 0.3}, whole=True)
         self.put(
             "probe",
             {
-                "weight": random(hidden), "bias": random(1), "mean": random(hidden),
+                "weight": random(hidden),
+                "bias": random(1),
+                "mean": random(hidden),
                 "scale": random(hidden).abs() + 0.5,
             },
             whole=True,
-        )  # fmt: skip
+        )
 
     def put(self, file: str, tensors: dict[str, Tensor], whole: bool = False) -> None:
         path = self.folder / f"{file}.safetensors"

@@ -166,12 +166,12 @@ def _bench_dtype(model: str, dtype: str, rounds: int, hugging_face: bool, consol
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model)
-    with console.status(f"{dtype}: starting a plain and an armed engine"):
-        with tempfile.TemporaryDirectory() as folder:
-            vector = Path(folder) / "vector.safetensors"
-            save_file({"v": torch.randn(config.hidden_size)}, vector)
-            sources = programs(config.num_hidden_layers, config.num_attention_heads, vector)
-            plain, hooked = _engines(model, dtype, sources)
+    started = console.status(f"{dtype}: starting a plain and an armed engine")
+    with started, tempfile.TemporaryDirectory() as folder:
+        vector = Path(folder) / "vector.safetensors"
+        save_file({"v": torch.randn(config.hidden_size)}, vector)
+        sources = programs(config.num_hidden_layers, config.num_attention_heads, vector)
+        plain, hooked = _engines(model, dtype, sources)
     runs: dict[tuple[str, Workload], Callable[[], None]] = {}
     for workload in (DECODE, PREFILL, SHORT):
         runs["plain vLLM", workload] = _runner(plain, workload, config.vocab_size, None)

@@ -7,16 +7,14 @@ Exit status: 0 if all went well, 1 if something the user gave is wrong, 2 if the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from ._console import friendly_errors, print_problems, stderr, stdout
 from .errors import HookError, ProgramError
 
 DEMO_MODEL = "smollm2"
@@ -57,26 +55,6 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Fac
 def main() -> None:
     """Entry point of ``vllm-hook``."""
     app()
-
-
-@contextmanager
-def friendly_errors() -> Iterator[None]:
-    """Print a HookError in red instead of a traceback, and exit with status 1."""
-    try:
-        yield
-    except HookError as error:
-        _stderr().print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from None
-
-
-def _stdout() -> Console:
-    """Wide enough for tables where the width is not known (pipes, logs)."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=120)
-
-
-def _stderr() -> Console:
-    return Console(stderr=True, highlight=False)
 
 
 # -- check --------------------------------------------------------------------------------------
@@ -121,7 +99,7 @@ def check(
             return
         if file is None:
             raise typer.BadParameter("give a program file, or --schema", param_hint="FILE")
-        console = _stdout()
+        console = stdout()
         try:
             if model is None:
                 from .describe import outline
@@ -138,7 +116,7 @@ def check(
             facts = model_facts(_model_path(model))
             loaded = load_program(file, facts)
         except ProgramError as error:
-            _print_problems(error)
+            print_problems(error)
             raise typer.Exit(1) from None
         item = 4 if _dtype(model, dtype) in ("float32", "float") else 2
         console.print(f"[green]valid[/green] for {escape(facts.id)}: {loaded.name} {loaded.digest[:12]}")
@@ -157,15 +135,7 @@ def _write_schema(out: Path | None) -> None:
         typer.echo(text, nl=False)
     else:
         out.write_text(text, encoding="utf-8")
-        _stdout().print(f"written: {escape(str(out))}")
-
-
-def _print_problems(error: ProgramError) -> None:
-    console = _stderr()
-    count = f"{len(error.problems)} problem{'s' * (len(error.problems) > 1)}"
-    console.print(f"[bold red]invalid[/bold red]: {escape(error.source)}, {count}", soft_wrap=True)
-    for problem in error.problems:
-        console.print(f"  {escape(str(problem))}", soft_wrap=True)
+        stdout().print(f"written: {escape(str(out))}")
 
 
 # -- sites --------------------------------------------------------------------------------------
@@ -184,7 +154,7 @@ def sites(model: ModelArgument) -> None:
         from .describe import model_facts, model_line, site_table
 
         facts = model_facts(_model_path(model))
-        console = _stdout()
+        console = stdout()
         console.print(escape(model_line(facts)), soft_wrap=True)
         console.print(site_table(facts))
 
@@ -243,7 +213,7 @@ def run(
         load_program(file, model_facts(path))  # says what is wrong before an engine starts
         engine = {"dtype": _dtype(model, dtype), "max_model_len": max_model_len, "enforce_eager": eager}
         results = generate(path, file, items, max_tokens, **engine)
-        console = _stdout()
+        console = stdout()
         console.print(result_table(results))
         for item in results:
             for id, message in item.result.errors.items():
@@ -292,9 +262,9 @@ def import_(
             raise HookError(f"{out}: exists; give --force to overwrite it")
         else:
             out.write_text(text, encoding="utf-8")
-            _stdout().print(f"written: {escape(str(out))}", soft_wrap=True)
+            stdout().print(f"written: {escape(str(out))}", soft_wrap=True)
         for note in notes:
-            _stderr().print(f"[yellow]note:[/yellow] {escape(note)}", soft_wrap=True)
+            stderr().print(f"[yellow]note:[/yellow] {escape(note)}", soft_wrap=True)
 
 
 @app.command()
@@ -321,7 +291,7 @@ def show(
 
         items = saved.load(results)
         path = saved.write(out, saved.figures(items), [saved.table(items)], "vLLM Hook results")
-        _stdout().print(f"written: [bold]{escape(str(path))}[/bold]", soft_wrap=True)
+        stdout().print(f"written: [bold]{escape(str(path))}[/bold]", soft_wrap=True)
 
 
 # -- bench, demo --------------------------------------------------------------------------------
@@ -351,9 +321,7 @@ def bench(
         environment.for_engine(path)
         from .bench import run_bench
 
-        run_bench(
-            path, [d.strip() for d in dtypes.split(",") if d.strip()], rounds, out, not no_hf, _stdout()
-        )
+        run_bench(path, [d.strip() for d in dtypes.split(",") if d.strip()], rounds, out, not no_hf, stdout())
 
 
 class Demo(str, Enum):
@@ -399,11 +367,11 @@ def demo(
         if which is Demo.steer:
             from .demo import steer
 
-            good = steer.run_demo(out, behaviour, rebuild, _stdout())
+            good = steer.run_demo(out, behaviour, rebuild, stdout())
         else:
-            from .demo.tracker import run_demo
+            from .demo import tracker
 
-            good = run_demo(out, rounds, not no_hf, _stdout())
+            good = tracker.run_demo(out, rounds, not no_hf, stdout())
         if not good:
             raise typer.Exit(1)
 

@@ -194,6 +194,7 @@ def sweep_figure(
     ticks = [t for t in (0.5, 1, 2, 4, 8, 16, 32, 64) if t <= max(*perplexities, bound) * 1.5]
     lower.set_yticks(ticks, [f"{t:g}" for t in ticks])
     lower.minorticks_off()
+    lower.set_ylim(0.8 * min(1.0, *perplexities), 1.25 * max(bound, *perplexities))
     lower.set_title(
         f"perplexity of the answers under the unsteered model (dashed: x{bound:g})", fontsize=10, loc="left"
     )

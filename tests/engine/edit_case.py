@@ -31,8 +31,13 @@ WATCH = {
     },
 }
 PREEMPTED = (
-    "attend-more", "select-generated", "stack-one-layer", "rows-cosine-0", "gate-norm-mean", "gate-probe-last",
-)  # fmt: skip
+    "attend-more",
+    "select-generated",
+    "stack-one-layer",
+    "rows-cosine-0",
+    "gate-norm-mean",
+    "gate-probe-last",
+)
 
 
 def bounds_of(reference, tensors, programs, prompts):

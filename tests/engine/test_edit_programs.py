@@ -8,7 +8,7 @@ import torch
 from conftest import hook_llm
 from editing import Tensors, compare
 from prompts import greedy, token_prompts
-from vllm_hook.errors import ProgramError
+from vllm_hook.errors import ProgramError, SiteError
 
 pytestmark = pytest.mark.engine
 
@@ -77,7 +77,7 @@ def test_500_replacements_during_traffic(llm, tensors):
             admitted[f"r-{change}"] = (digest, which)
             engine.add_request(f"r-{change}", prompts[which], llm._with_hook(greedy(5), "live"))
         else:
-            with pytest.raises(ProgramError, match="live.*not loaded"):
+            with pytest.raises(ProgramError, match=r"live.*not loaded"):
                 engine.add_request(f"r-{change}", prompts[0], llm._with_hook(greedy(5), "live"))
         done |= {o.request_id: o for o in engine.step() if o.finished}
     while engine.has_unfinished_requests():
@@ -186,7 +186,15 @@ def test_bad_weight_and_ambiguous_names(llm, tensors):
     llm.load_program(version(tensors, 0, "one"))
     llm.load_program(version(tensors, 1, "two"))
     hook = {"use": ["one", "two"], "set": {"e.strength": 1.0}}
-    with pytest.raises(ProgramError, match="ambiguous.*one/e, two/e"):
+    with pytest.raises(ProgramError, match=r"ambiguous.*one/e, two/e"):
         llm.generate(token_prompts([4]), greedy(1), hook=hook, use_tqdm=False)
     for name in ("one", "two"):
         llm.unload_program(name)
+
+
+def test_a_site_that_is_not_armed_for_edits(llm, tensors):
+    before = llm.programs()
+    edit = {"site": "attn_out", "layers": [1], "method": "add", "vector": tensors.ref("v")}
+    with pytest.raises(SiteError, match=r"'far' needs attn_out layer 1 \(edit\), which is not armed"):
+        llm.load_program({"schema": 1, "name": "far", "intervene": {"e": edit}})
+    assert llm.programs() == before

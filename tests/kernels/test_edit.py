@@ -38,7 +38,9 @@ def entry(u: int, v: int, *, kind=op.RANK_ONE, act="identity", keep=0, head=0, g
     return [kind, u, v, ACTS[act], keep, head, *gate, row], floats
 
 
-def put(s: op.EditState, chains: list[list[tuple[list[int], list[float]]]], rows: list[tuple[int, int]]) -> None:
+def put(
+    s: op.EditState, chains: list[list[tuple[list[int], list[float]]]], rows: list[tuple[int, int]]
+) -> None:
     at = 0
     for c, chain in enumerate(chains):
         for ints, floats in chain:
@@ -83,8 +85,14 @@ def test_random_chains_equal_the_definition(seed: int) -> None:
             else:
                 chain.append(
                     entry(
-                        r.randrange(4), r.randrange(4), act=r.choice(list(ACTS)), keep=r.randint(0, 1),
-                        a=r.uniform(-2, 2), b=r.uniform(-1, 1), c=r.uniform(-1, 1), theta=r.uniform(0, 2),
+                        r.randrange(4),
+                        r.randrange(4),
+                        act=r.choice(list(ACTS)),
+                        keep=r.randint(0, 1),
+                        a=r.uniform(-2, 2),
+                        b=r.uniform(-1, 1),
+                        c=r.uniform(-1, 1),
+                        theta=r.uniform(0, 2),
                     )  # fmt: skip
                 )
         chains.append(chain)
@@ -221,5 +229,11 @@ def _row(s: op.EditState, i: int) -> tuple[list[int], list[float]]:
 
 def test_opcheck_idle() -> None:
     s = state()
-    args = (torch.randn(ROWS, WIDTH), None, torch.zeros(1, dtype=torch.int32), torch.tensor([-1, -1]), s.tensors())
+    args = (
+        torch.randn(ROWS, WIDTH),
+        None,
+        torch.zeros(1, dtype=torch.int32),
+        torch.tensor([-1, -1]),
+        s.tensors(),
+    )
     torch.library.opcheck(library.edit.default, args, test_utils=("test_schema", "test_faketensor"))

@@ -24,10 +24,17 @@ POST = {"site": "resid_post", "layers": [1]}
 @pytest.fixture
 def tensors(tmp_path) -> Tensors:
     t = Tensors(tmp_path, FACTS.hidden, FACTS.head_dim)
-    t.put("bad", {
-        "zero": torch.zeros(16), "narrow": torch.ones(15), "nan": torch.full((16,), float("nan")),
-        "inf": torch.full((16,), float("inf")), "parallel": -3 * t[t.ref("v")], "two": torch.tensor([2.0, 1.0]),
-    })  # fmt: skip
+    t.put(
+        "bad",
+        {
+            "zero": torch.zeros(16),
+            "narrow": torch.ones(15),
+            "nan": torch.full((16,), float("nan")),
+            "inf": torch.full((16,), float("inf")),
+            "parallel": -3 * t[t.ref("v")],
+            "two": torch.tensor([2.0, 1.0]),
+        },
+    )
     sae = t[t.ref("", "sae")]
     t.put("no-decoder", {"W_enc": sae["W_enc"], "b_enc": sae["b_enc"]}, whole=True)
     return t
@@ -43,30 +50,59 @@ def bad(t: Tensors, name: str) -> str:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "width": (lambda t: {**POST, "method": "add", "vector": bad(t, "narrow")}, r"intervene\.e\.vector.*15.*16"),
+    "width": (
+        lambda t: {**POST, "method": "add", "vector": bad(t, "narrow")},
+        r"intervene\.e\.vector.*15.*16",
+    ),
     "head-width": (
-        lambda t: {"site": "q", "layers": [1], "method": "add", "vector": t.ref("v")}, r"intervene\.e\.vector.*16.*8"
+        lambda t: {"site": "q", "layers": [1], "method": "add", "vector": t.ref("v")},
+        r"intervene\.e\.vector.*16.*8",
     ),
     "width-of-a-row-at-a-head-site": (
-        lambda t: {"site": "resid_pre", "layers": [1], "method": "clamp", "vector": t.ref("hv"), "target": 1.0},
+        lambda t: {
+            "site": "resid_pre",
+            "layers": [1],
+            "method": "clamp",
+            "vector": t.ref("hv"),
+            "target": 1.0,
+        },
         r"intervene\.e\.vector.*8.*16",
     ),
-    "nan": (lambda t: {**POST, "method": "add", "vector": bad(t, "nan")}, r"intervene\.e\.vector.*(?i:nan|finite)"),
-    "inf": (lambda t: {**POST, "method": "ablate", "vector": bad(t, "inf")}, r"intervene\.e\.vector.*(?i:inf|finite)"),
-    "strength": (lambda t: {**POST, "method": "add", "vector": t.ref("v"), "strength": math.inf}, r"e\.strength"),
+    "nan": (
+        lambda t: {**POST, "method": "add", "vector": bad(t, "nan")},
+        r"intervene\.e\.vector.*(?i:nan|finite)",
+    ),
+    "inf": (
+        lambda t: {**POST, "method": "ablate", "vector": bad(t, "inf")},
+        r"intervene\.e\.vector.*(?i:inf|finite)",
+    ),
+    "strength": (
+        lambda t: {**POST, "method": "add", "vector": t.ref("v"), "strength": math.inf},
+        r"e\.strength",
+    ),
     "target": (lambda t: {**POST, "method": "clamp", "vector": t.ref("v"), "target": math.nan}, r"e\.target"),
     "target-of-two": (
-        lambda t: {**POST, "method": "clamp", "vector": t.ref("v"), "target": bad(t, "two")}, r"e\.target.*one number"
+        lambda t: {**POST, "method": "clamp", "vector": t.ref("v"), "target": bad(t, "two")},
+        r"e\.target.*one number",
     ),
     "no-target": (lambda t: {**POST, "method": "clamp", "vector": t.ref("v")}, r"e\.target"),
-    "zero-clamp": (lambda t: {**POST, "method": "clamp", "vector": bad(t, "zero"), "target": 1.0}, r"e\.vector.*zero"),
+    "zero-clamp": (
+        lambda t: {**POST, "method": "clamp", "vector": bad(t, "zero"), "target": 1.0},
+        r"e\.vector.*zero",
+    ),
     "zero-ablate": (lambda t: {**POST, "method": "ablate", "vector": bad(t, "zero")}, r"e\.vector.*zero"),
     "zero-rotate": (
         lambda t: {**POST, "method": "rotate", "vector": t.ref("v"), "second": bad(t, "zero"), "angle": 3.0},
         r"e\.second.*zero",
     ),
     "parallel": (
-        lambda t: {**POST, "method": "rotate", "vector": t.ref("v"), "second": bad(t, "parallel"), "angle": 3.0},
+        lambda t: {
+            **POST,
+            "method": "rotate",
+            "vector": t.ref("v"),
+            "second": bad(t, "parallel"),
+            "angle": 3.0,
+        },
         r"e\.second.*parallel",
     ),
     "sae-without-decoder": (
@@ -74,26 +110,44 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"e\.sae.*W_dec",
     ),
     "sae-feature": (
-        lambda t: {**POST, "method": "sae", "sae": t.ref("", "sae"), "features": [6], "target": 1.0}, r"e\.sae.*6 feat"
+        lambda t: {**POST, "method": "sae", "sae": t.ref("", "sae"), "features": [6], "target": 1.0},
+        r"e\.sae.*6 feat",
     ),
     "attention-mass": (
         lambda t: {"site": "attention_mass", "layers": [1], "method": "add", "vector": t.ref("v")},
         r"e\.site.*attention_mass",
     ),
     "add-at-attention": (
-        lambda t: {"site": "attention", "layers": [1], "method": "add", "vector": t.ref("v")}, r"e\.site.*attention"
+        lambda t: {"site": "attention", "layers": [1], "method": "add", "vector": t.ref("v")},
+        r"e\.site.*attention",
     ),
-    "attend-elsewhere": (lambda t: {**POST, "method": "attend", "keys": ["s"], "weight": 2.0}, r"e\.site.*resid_post"),
+    "attend-elsewhere": (
+        lambda t: {**POST, "method": "attend", "keys": ["s"], "weight": 2.0},
+        r"e\.site.*resid_post",
+    ),
     "attend-both": (
-        lambda t: {"site": "attention", "method": "attend", "keys": ["s"], "weight": 2.0, "mass": 0.5}, r"weight and mass"
+        lambda t: {"site": "attention", "method": "attend", "keys": ["s"], "weight": 2.0, "mass": 0.5},
+        r"weight and mass",
     ),
-    "attend-weight": (lambda t: {"site": "attention", "method": "attend", "keys": ["s"], "weight": -1.0}, r"e\.weight"),
-    "attend-mass": (lambda t: {"site": "attention", "method": "attend", "keys": ["s"], "mass": 1.0}, r"e\.mass"),
-    "attend-keys": (lambda t: {"site": "attention", "method": "attend", "keys": ["z"], "mass": 0.5}, r"e\.keys.*'z'"),
+    "attend-weight": (
+        lambda t: {"site": "attention", "method": "attend", "keys": ["s"], "weight": -1.0},
+        r"e\.weight",
+    ),
+    "attend-mass": (
+        lambda t: {"site": "attention", "method": "attend", "keys": ["s"], "mass": 1.0},
+        r"e\.mass",
+    ),
+    "attend-keys": (
+        lambda t: {"site": "attention", "method": "attend", "keys": ["z"], "mass": 0.5},
+        r"e\.keys.*'z'",
+    ),
     "method": (lambda t: {**POST, "method": "shift", "vector": t.ref("v")}, r"e.*method.*add, clamp"),
     "layer": (lambda t: {**POST, "layers": [4], "method": "add", "vector": t.ref("v")}, r"e\.layers.*4"),
-    "heads-of-a-stream": (lambda t: {**POST, "heads": [0], "method": "add", "vector": t.ref("v")}, r"e\.heads.*no heads"),
-}  # fmt: skip
+    "heads-of-a-stream": (
+        lambda t: {**POST, "heads": [0], "method": "add", "vector": t.ref("v")},
+        r"e\.heads.*no heads",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -150,18 +204,30 @@ def gated(
     ("observe", "edit", "message"),
     [
         ({"positions": "all", "layers": [3]}, {}, r"when\.observe.*layer 3.*after the edit"),
-        ({"positions": "generated", "site": "resid_post", "layers": [2]}, {"site": "resid_mid"}, r"after the edit"),
+        (
+            {"positions": "generated", "site": "resid_post", "layers": [2]},
+            {"site": "resid_mid"},
+            r"after the edit",
+        ),
         ({"reduce": None}, {}, r"no reduction"),
         ({"layers": [0, 1]}, {}, r"2 layers; a gate takes one"),
-        ({"site": "attention", "positions": None, "rows": "all", "reduce": None}, {}, r"attention, which cannot gate"),
+        (
+            {"site": "attention", "positions": None, "rows": "all", "reduce": None},
+            {},
+            r"attention, which cannot gate",
+        ),
         ({}, {"when": {"observe": "d", "above": 1.0}}, r"unknown observation 'd'"),
         ({}, {"when": {"observe": "c"}}, r"exactly one of above and below"),
         ({}, {"when": {"observe": "c", "above": 1.0, "below": 2.0}}, r"exactly one of above and below"),
         ({}, {"positions": "all"}, r"edits position 0, but its condition is decided at position 4"),
-        ({"positions": "prompt"}, {"positions": {"range": [-2, None]}}, r"edits position 3.*decided at position 4"),
+        (
+            {"positions": "prompt"},
+            {"positions": {"range": [-2, None]}},
+            r"edits position 3.*decided at position 4",
+        ),
         ({"layers": [3]}, {"positions": "last_prompt"}, r"of a later site: it can act from position 5 on"),
     ],
-)  # fmt: skip
+)
 def test_refused_gates(tensors: Tensors, observe: Any, edit: Any, message: str) -> None:
     observe = {k: v for k, v in observe.items() if v is not None} if "site" in observe else observe
     if observe.get("site") == "attention":

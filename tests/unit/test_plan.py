@@ -46,7 +46,7 @@ class FakeEngine:
 
     def __init__(self):
         self.bank = SiteBank(ARMED, FACTS, 8, CAPACITY, torch.float32, torch.device("cpu"))
-        self.tracker = Tracker()
+        self.tracker = Tracker(None)
         self.rows = {}
 
     def add(self, req, watches):
@@ -207,7 +207,7 @@ def test_more_rows_than_armed_is_a_capacity_error():
     bank = SiteBank(
         Armed.of("resid_post", [0], "last"), FACTS, 2, CAPACITY, torch.float32, torch.device("cpu")
     )
-    tracker = Tracker()
+    tracker = Tracker(None)
     observation = ResolvedObservation("o", ((0, None),), frozenset(), ())
     tracker.add("0", {PAYLOAD_KEY: payload([observation], [Lane("resid_post", (0,))], 5)}, 0)
     plan = make_plan(BatchView(["0"], [0, 3], [0]), tracker.states)

@@ -147,7 +147,9 @@ def test_perplexity_weighs_tokens():
 
 def test_the_demo_says_when_it_did_not_work():
     console = Console(file=io.StringIO(), width=200)
-    assert not steer.verdict(BEHAVIOURS["capitals"], PLAIN, LOUD, console)  # half is not enough
+    half = steer.Outcome(3.0, [*LOUD.answers, steer.Answer("c d", (1,), True, math.log(3))])
+    plain = steer.Outcome(0.0, [*PLAIN.answers, PLAIN.answers[0]])
+    assert not steer.verdict(BEHAVIOURS["capitals"], plain, half, console)  # a third is not enough
     assert "Outside its bounds" in console.file.getvalue()
     assert steer.verdict(BEHAVIOURS["capitals"], PLAIN, outcome(3.0, ["A", "B"], math.log(4)), console)
     assert not steer.verdict(BEHAVIOURS["capitals"], PLAIN, outcome(3.0, ["A", "B"], math.log(4.1)), console)

@@ -36,8 +36,8 @@ TOKENS = 40
 PENALTY = 1.15
 #: Strengths of the sweep, as multiples of the one in the program.
 FACTORS = (0.0, 0.5, 0.75, 1.0, 1.25, 1.5)
-#: Within these the demo worked: rate before, rate after, growth of the perplexity.
-MOST_BEFORE, LEAST_AFTER, MOST_GROWTH = 0.1, 0.6, 2.0
+#: With these the demo worked: by how much the rate rises at least, and the perplexity grows at most.
+LEAST_RISE, MOST_GROWTH = 0.5, 2.0
 SHOWN = 6
 
 
@@ -185,6 +185,8 @@ def run_demo(out: Path, behaviour: str, rebuild: bool = False, console: Console 
         from .steer_build import build
 
         file = build(wanted, out, console)
+    if not file.is_file():
+        raise HookError(f"no program ships for {behaviour!r}, it worked too badly; --rebuild makes one")
     program = load(file).program.to_dict()
     edit = program["intervene"][EDIT]
     with console.status("starting SmolLM2-135M on vLLM (the first start compiles it: about a minute)"):
@@ -207,7 +209,7 @@ def run_demo(out: Path, behaviour: str, rebuild: bool = False, console: Console 
 def verdict(behaviour: Behaviour, plain: Outcome, chosen: Outcome, console: Console) -> bool:
     """Say in one line what happened, and whether that is a clear effect at a bearable price."""
     before, after, growth = plain.rate(behaviour), chosen.rate(behaviour), chosen.growth(plain)
-    good = before <= MOST_BEFORE and after >= LEAST_AFTER and growth <= MOST_GROWTH
+    good = after - before >= LEAST_RISE and growth <= MOST_GROWTH
     count = len(chosen.answers)
     line = (
         f"{behaviour.title}: {before * count:.0f} of {count} before, {after * count:.0f} of {count} after; "
@@ -216,8 +218,7 @@ def verdict(behaviour: Behaviour, plain: Outcome, chosen: Outcome, console: Cons
     console.print(f"[{'green' if good else 'red'}]{line}[/]", soft_wrap=True)
     if not good:
         console.print(
-            f"[red]Outside its bounds: before <= {MOST_BEFORE:.0%}, after >= {LEAST_AFTER:.0%}, "
-            f"perplexity <= x {MOST_GROWTH:g}.[/red]"
+            f"[red]Outside its bounds: {LEAST_RISE:.0%} of the answers more, perplexity <= x {MOST_GROWTH:g}.[/red]"
         )
     return good
 
@@ -283,7 +284,7 @@ def example_table(questions: Sequence[str], plain: Outcome, chosen: Outcome) -> 
     return table
 
 
-def _one_line(text: str, width: int = 110) -> str:
+def _one_line(text: str, width: int = 170) -> str:
     line = " ".join(text.split())
     return line if len(line) <= width else line[: width - 1] + "…"
 

@@ -26,11 +26,14 @@ from .. import environment
 from ..build.vectors import mean_difference
 from ..errors import HookError
 from .behaviours import BEHAVIOURS, Behaviour
-from .steer import EDIT, MOST_GROWTH, PENALTY, TOKENS, Asker, Outcome, read_questions
+from .steer import EDIT, PENALTY, TOKENS, Asker, Outcome, read_questions
 
 #: Tried at each layer, in lengths of the vector.
 STRENGTHS = (0.6, 0.75, 0.9, 1.05, 1.2)
 POSITIONS = ["last_prompt", "generated"]
+#: Perplexity may double; ten questions are few, so here it may grow by less. (This margin was set after a
+#: first held-out set had shown x 2.09 at a setting with x 1.67 here; that set was then replaced.)
+MOST_GROWTH = 1.5
 #: Beyond this mean share of repeated token pairs the answers go round in circles.
 MOST_REPETITION = 0.25
 #: The answers of pairs are begun up to these shares of their words, in turn.
@@ -82,7 +85,7 @@ class Tried:
 
     @property
     def fits(self) -> bool:
-        """Still speaks: perplexity at most doubled, and does not go round in circles."""
+        """Still speaks: perplexity within its bound, and does not go round in circles."""
         return self.growth <= MOST_GROWTH and self.repetition <= MOST_REPETITION
 
 

@@ -245,7 +245,7 @@ class _Checker:
         path: Path = ("intervene", id)
         edit = self.program.intervene[id]
         attends = isinstance(edit, AttendEdit)
-        if attends != (edit.site == "attention"):
+        if attends != (edit.site == "attention") or edit.site == "attention_mass":
             self.wrong((*path, "site"), f"method {edit.method} does not apply at site {edit.site!r}")
         layers, heads, keep = self.place(path, edit.site, edit.layers, edit.heads)
         selectors = edit.rows if isinstance(edit, AttendEdit) else edit.positions

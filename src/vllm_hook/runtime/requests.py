@@ -82,7 +82,7 @@ class Tracker:
             self.resume(req_id, known_tokens)
             return
         data = (extra_args or {}).get(PAYLOAD_KEY)
-        if not data:
+        if not data or not (data["watch"] or data["edit"]):
             return
         edits = self.bank.admit(data["edit"]["edits"], self) if data["edit"] else None
         self.states[req_id] = RequestState(read_payload(data, self.tensors), edits)

@@ -1,0 +1,40 @@
+"""How commands talk: results on stdout, what went wrong on stderr, an exit status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from .errors import HookError, ProgramError
+
+
+@contextmanager
+def friendly_errors() -> Iterator[None]:
+    """Print a HookError in red instead of a traceback, and exit with status 1."""
+    try:
+        yield
+    except HookError as error:
+        stderr().print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def stdout() -> Console:
+    """Wide enough for tables where the width is not known (pipes, logs)."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)
+
+
+def stderr() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def print_problems(error: ProgramError) -> None:
+    console = stderr()
+    count = f"{len(error.problems)} problem{'s' * (len(error.problems) > 1)}"
+    console.print(f"[bold red]invalid[/bold red]: {escape(error.source)}, {count}", soft_wrap=True)
+    for problem in error.problems:
+        console.print(f"  {escape(str(problem))}", soft_wrap=True)

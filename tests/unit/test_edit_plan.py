@@ -1,0 +1,218 @@
+"""Interventions of a step -> tables, against brute force: which row gets which edits in which order."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_hook.errors import CapacityError
+from vllm_hook.runtime.edit_bank import CONDITIONS_A_ROW, EditBank
+from vllm_hook.runtime.edit_plan import EditState, Slots, make_edit_plan
+from vllm_hook.runtime.plan import BatchView
+from vllm_hook.sites import ModelFacts
+
+FACTS = ModelFacts("tiny", layers=4, heads=4, kv_heads=2, head_dim=8, hidden=16)
+PLACES = [("resid_post", layer) for layer in range(4)]
+ROWS = 48
+
+
+class Vectors:
+    def vector(self, digest: str) -> torch.Tensor:
+        return torch.full((16,), float(digest))
+
+
+def bank(requests: int = 4, rows: int = ROWS, slots: int = 16) -> EditBank:
+    return EditBank(PLACES, FACTS, rows, requests, slots, torch.device("cpu"))
+
+
+def edit(strength: float = 1.0, vector: str = "1", **more: Any) -> dict[str, Any]:
+    atom = [0, vector, vector, 0, False, 0, strength, 0.0, 0.0, 0.0]
+    plain = {
+        "site": "resid_post",
+        "layers": [1],
+        "rows": [[0, -1]],
+        "filters": [],
+        "gate": None,
+        "attend": None,
+    }
+    return {**plain, "atoms": [atom], **more}
+
+
+def gate(rows: list[list[int]], **more: Any) -> dict[str, Any]:
+    plain = {
+        "site": "resid_post",
+        "layer": 0,
+        "kind": 2,
+        "u": "1",
+        "c": 0.0,
+        "bound": 1.0,
+        "above": True,
+        "over": 0,
+    }
+    return {**plain, "per_row": False, "count": 4, "rows": rows, "filter": None, **more}
+
+
+def tables(b: EditBank, place: tuple[str, int]) -> dict[int, list[float]]:
+    """Row -> strengths of its edits in order, read from the tables as the kernel reads them."""
+    s = b.state["stream"]
+    table = int(b._site_ids[b._slot[place], 0])
+    found: dict[int, list[float]] = {}
+    if table < 0:
+        return found
+    for i in range(int(s.edit_tables[table, 0, 0])):
+        row, chain = (int(s.edit_tables[table, part, 1 + i]) for part in (0, 1))
+        assert row not in found
+        entries = range(int(s.chain_start[chain]), int(s.chain_start[chain + 1]))
+        found[row] = [float(s.entry_float[e, 0]) for e in entries]
+    return found
+
+
+ranges = st.lists(
+    st.tuples(st.integers(0, 20), st.one_of(st.just(-1), st.integers(1, 12))).map(
+        lambda r: [r[0], -1 if r[1] < 0 else r[0] + r[1]]
+    ),
+    max_size=3,
+)
+requests = st.lists(
+    st.lists(st.tuples(ranges, st.sets(st.integers(0, 3), min_size=1)), max_size=4), min_size=1, max_size=4
+)
+
+
+def within(position: int, rows: list[list[int]]) -> bool:
+    return any(a <= position and (b < 0 or position < b) for a, b in rows)
+
+
+@settings(max_examples=80, deadline=None)
+@given(requests, st.integers(0, 10_000))
+def test_any_requests_and_chunks_against_brute_force(asked: list[Any], seed: int) -> None:
+    r = random.Random(seed)
+    b = bank()
+    numbers = iter(range(1, 1000))
+    data = [
+        [edit(float(next(numbers)), rows=rows, layers=sorted(layers)) for rows, layers in edits]
+        for edits in asked
+    ]
+    states: dict[str, EditState] = {f"r{i}": b.admit(edits, Vectors()) for i, edits in enumerate(data)}
+    lengths = [r.randint(1, 12) for _ in asked]
+    first = [r.randint(0, 25) for _ in asked]
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    plan = make_edit_plan(BatchView([*states], starts, first), states, {})
+    if plan is not None:
+        b.load(plan, torch.zeros(ROWS, dtype=torch.int32))
+    for place in PLACES:
+        want: dict[int, list[float]] = {}
+        for i, edits in enumerate(data):
+            for offset in range(lengths[i]):
+                mine = [
+                    e["atoms"][0][6]
+                    for e in edits
+                    if place[1] in e["layers"] and within(first[i] + offset, e["rows"])
+                ]
+                if mine:
+                    want[starts[i] + offset] = mine
+        assert tables(b, place) == want
+    for state in states.values():
+        b.release(state)
+    assert b.used() == {"vectors": 0, "gates": 0}
+
+
+def step(
+    b: EditBank, data: list[dict[str, Any]], rows: int, tokens: list[int] | None = None, first: int = 0
+) -> Any:
+    state = b.admit(data, Vectors())
+    plan = make_edit_plan(BatchView(["r"], [0, rows], [first]), {"r": state}, {})
+    assert plan is not None
+    b.load(plan, torch.tensor(tokens or [0] * rows, dtype=torch.int32))
+    return plan
+
+
+def test_many_pieces_with_the_same_edits_are_one_chain() -> None:
+    """A selector by token id cuts a long prompt into many pieces; tables must not grow with them."""
+    b = bank(requests=1, rows=200)
+    plan = step(b, [edit(rows=[[i, i + 1] for i in range(0, 200, 2)])], 200)
+    assert len(plan.chain_start) == 2
+    assert tables(b, ("resid_post", 1)) == {i: [1.0] for i in range(0, 200, 2)}
+
+
+def test_edits_that_share_a_condition_share_its_flag() -> None:
+    b = bank(requests=1, rows=8)
+    same = gate([[0, 8]])
+    plan = step(b, [edit(gate=same, rows=[[7, -1]]), edit(2.0, gate=same, layers=[2], rows=[[7, -1]])], 8)
+    assert b.used()["gates"] == 1
+    assert len(plan.cond_int) == 1
+
+
+def test_several_conditions_read_every_row_of_a_full_step() -> None:
+    b = bank(requests=1, rows=8)
+    many = [edit(gate=gate([[0, 8]], bound=float(i)), rows=[[7, -1]]) for i in range(CONDITIONS_A_ROW)]
+    step(b, many, 8)
+    with pytest.raises(CapacityError, match="40 condition rows"):
+        step(bank(requests=1, rows=8), [*many, edit(gate=gate([[0, 8]], bound=-1.0), rows=[[7, -1]])], 8)
+
+
+def test_conditions_below_what_was_seen_are_not_read_again() -> None:
+    b = bank()
+    state = b.admit([edit(gate=gate([[0, 6]], over=2), rows=[[5, -1]])], Vectors())
+    for seen, want in ((0, [0, 1, 2, 3]), (2, [2, 3]), (9, [])):
+        plan = make_edit_plan(BatchView(["r"], [0, 4], [0]), {"r": state}, {"r": seen})
+        assert (plan.cond_tables[0][0].tolist() if plan is not None else []) == want
+
+
+def test_token_filters_of_an_edit_and_of_its_condition_both_hold() -> None:
+    b = bank()
+    mine = {"token_ids": [1, 2], "sure": [[0, 1]]}
+    condition = gate([[0, -1]], per_row=True, filter={"token_ids": [2, 3], "sure": [[0, 2]]})
+    plan = step(b, [edit(gate=condition, filters=[mine, condition["filter"]])], 6, tokens=[9, 1, 2, 3, 1, 2])
+    flag = plan.token_rows[0][0]
+    assert b.state["stream"].row_flags[flag, :6].tolist() == [1, 1, 1, 0, 0, 1]
+
+
+def test_slots_are_shared_counted_and_refused_when_full() -> None:
+    slots = Slots(2, "vectors")
+    a, new = slots.take("a")
+    assert new
+    assert slots.take("a") == (a, False)
+    b, _ = slots.take("b")
+    assert {a, b} == {0, 1}
+    with pytest.raises(CapacityError, match="all 2 slots for vectors"):
+        slots.take("c")
+    slots.give_back("a")
+    assert slots.used == 2
+    slots.give_back("a")
+    assert slots.used == 1
+    assert slots.take("c") == (a, True)
+
+
+def test_a_request_that_is_too_much_leaves_nothing_behind() -> None:
+    b = bank(slots=3)
+    kept = b.admit([edit(vector="1"), edit(vector="2")], Vectors())
+    with pytest.raises(CapacityError):
+        b.admit([edit(vector=v, gate=gate([[0, 4]])) for v in "2345"], Vectors())
+    assert b.used() == {"vectors": 2, "gates": 0}
+    b.release(kept)
+    b.release(kept)  # twice does no harm
+    assert b.used() == {"vectors": 0, "gates": 0}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
+def test_slots_against_a_multiset(events: list[tuple[bool, int]]) -> None:
+    slots, held = Slots(6, "vectors"), []
+    for take, key in events:
+        if take:
+            if len({*held, key}) > 6:
+                with pytest.raises(CapacityError):
+                    slots.take(key)
+            else:
+                _, new = slots.take(key)
+                assert new == (key not in held)
+                held.append(key)
+        elif key in held:
+            held.remove(key)
+            slots.give_back(key)
+        assert slots.used == len(set(held))
