@@ -179,7 +179,7 @@ BAD_REQUESTS = {
         SpanError,
         r"'outside'.*observe\.x\.positions.*\[0, 50\].*12 tokens",
     ),
-    "set": ({"use": ["good"], "set": {"calm.strength": 2.0}}, UnsupportedError, "calm.strength"),
+    "set": ({"use": ["good"], "set": {"calm.strength": 2.0}}, ProgramError, "calm.strength"),
 }
 
 
@@ -421,8 +421,9 @@ def test_compile_cache_key(tiny_dir, tmp_path):
     assert plain == key()
     assert first == second
     assert first != plain
-    assert key(arm={"resid_post": {"layers": [2], "rows": "all"}}) == first
-    assert key(arm={"resid_post": {"layers": [1], "rows": "all"}}) not in (plain, first)
+    armed = key(arm={"resid_post": {"layers": [2]}})
+    assert armed == key(arm={"resid_post": {"layers": [-2]}})  # the same layer
+    assert len({plain, first, armed, key(arm={"resid_post": {"layers": [1]}})}) == 4
 
 
 def test_every_error_is_a_hook_error():
