@@ -55,7 +55,7 @@ def judge(figures):
     """No token differs, nothing failed; few sequences end in a near tie before they showed much."""
     assert {f["program"]: f["wrong"] for f in figures if f["wrong"] is not None} == {}
     assert {f["program"]: f["errors"] for f in figures if f["errors"]} == {}
-    assert sum(f["tie"] is not None for f in figures) <= len(figures) // 8
+    assert sum(f["tie"] is not None for f in figures) <= max(2, len(figures) // 8)
     for f in figures:
         assert f["equal"] == (len(f["tokens"]) if f["tie"] is None else f["tie"])
 

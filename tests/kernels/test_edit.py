@@ -63,9 +63,16 @@ def run(h, residual, s, site=(0, -1)):
 def as_reference(s: op.EditState, ints: list[int], floats: list[float]) -> reference.EditEntry:
     act = {v: k for k, v in ACTS.items()}[ints[op.ACT]]
     return reference.EditEntry(
-        u=s.bank[ints[op.U]], v=s.bank[ints[op.V]], a=floats[0], b=floats[1], c=floats[2], theta=floats[3],
-        act=act, rotate=ints[op.KIND] == op.ROTATE, keep_norm=bool(ints[op.KEEP_NORM]),
-    )  # fmt: skip
+        u=s.bank[ints[op.U]],
+        v=s.bank[ints[op.V]],
+        a=floats[0],
+        b=floats[1],
+        c=floats[2],
+        theta=floats[3],
+        act=act,
+        rotate=ints[op.KIND] == op.ROTATE,
+        keep_norm=bool(ints[op.KEEP_NORM]),
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -93,7 +100,7 @@ def test_random_chains_equal_the_definition(seed: int) -> None:
                         b=r.uniform(-1, 1),
                         c=r.uniform(-1, 1),
                         theta=r.uniform(0, 2),
-                    )  # fmt: skip
+                    )
                 )
         chains.append(chain)
     rows = [(row, r.randrange(len(chains))) for row in r.sample(range(ROWS), r.randint(1, ROWS))]

@@ -218,7 +218,8 @@ def verdict(behaviour: Behaviour, plain: Outcome, chosen: Outcome, console: Cons
     console.print(f"[{'green' if good else 'red'}]{line}[/]", soft_wrap=True)
     if not good:
         console.print(
-            f"[red]Outside its bounds: {LEAST_RISE:.0%} of the answers more, perplexity <= x {MOST_GROWTH:g}.[/red]"
+            f"[red]Outside its bounds: rate + {100 * LEAST_RISE:g} points, "
+            f"perplexity <= x {MOST_GROWTH:g}.[/red]"
         )
     return good
 
