@@ -336,7 +336,8 @@ def demo(
     rounds: Annotated[int, typer.Option(min=1, help="tracker: rounds of the cost measurement.")] = 3,
     no_hf: Annotated[bool, typer.Option("--no-hf", help="tracker: leave out Hugging Face.")] = False,
     behaviour: Annotated[
-        str, typer.Option("--behaviour", "-b", help="steer: list or capitals (french and short with --rebuild).")
+        str,
+        typer.Option("--behaviour", "-b", help="steer: list or capitals (french and short with --rebuild)."),
     ] = "list",
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="steer: make the vector again, into --out, and use that.")

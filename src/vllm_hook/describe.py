@@ -126,15 +126,18 @@ def _row_size(o: Observation, facts: ModelFacts, item: int) -> str:
 def memory_text(needs: Armed, facts: ModelFacts, seqs: int, tokens: int, item: int) -> str:
     """What is armed and the device memory of its buffers, under these settings of vLLM."""
     from .runtime.buffers import buffer_bytes
+    from .runtime.edit_bank import edit_bytes
 
     held = buffer_bytes(needs, facts, min(seqs, tokens), tokens, item)
+    held += edit_bytes(needs, facts, tokens, seqs, slots=64)
     text = (
         f"Arms: {needs.describe()}\n"
         f"Memory: {_size(held)} on the device for max_num_seqs={seqs}, max_num_batched_tokens={tokens}, "
         f"{item} bytes a value"
     )
     if (seqs, tokens) == CPU_DEFAULTS:
-        large = buffer_bytes(needs, facts, *LARGE_GPU_DEFAULTS, item)
+        many, wide = LARGE_GPU_DEFAULTS
+        large = buffer_bytes(needs, facts, many, wide, item) + edit_bytes(needs, facts, wide, many, slots=64)
         text += f" (vLLM's defaults on a CPU; {_size(large)} with those on a large GPU)"
     return text
 
@@ -151,7 +154,10 @@ def cost_hints(checked: CheckedProgram) -> list[str]:
         hints.append("Whole attention rows are returned; attention_mass over spans is far smaller.")
     if any(not o.prompt_only for o in checked.observations):
         hints.append("Generated positions are read: every decode step copies rows to the host.")
-    if all(_decode_rows_only(o) and o.prompt_only for o in checked.observations):
+    if checked.edits:
+        edited = ", ".join(f"{e.id} ({e.site}, {len(e.layers)} layers)" for e in checked.edits)
+        hints.append(f"Changes {edited}: some gathers a step and layer for the requests that use it.")
+    if checked.observations and all(_decode_rows_only(o) and o.prompt_only for o in checked.observations):
         hints.append("Only the last prompt position is read: one row a request, nothing while decoding.")
     hints.append("Requests that do not name the program pay for nothing but idle sites.")
     return hints

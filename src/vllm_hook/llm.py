@@ -32,6 +32,7 @@ class HookLLM:
         config_file: the same for a single program.
         arm: further sites to arm, ``{site: {"layers": "all" | [..], "rows": "last" | "all"}}``, for
             programs that are loaded later. ``last`` serves the selectors last_prompt and generated.
+        slots: how many distinct vectors running requests may hold at a time.
         **vllm_kwargs: the rest goes to ``vllm.LLM``.
 
     Raises:
@@ -46,6 +47,7 @@ class HookLLM:
         programs: Sequence[Any] = (),
         config_file: Any = None,
         arm: Mapping[str, Mapping[str, Any]] | None = None,
+        slots: int = 64,
         **vllm_kwargs: Any,
     ) -> None:
         plugin.register()
@@ -53,7 +55,12 @@ class HookLLM:
             raise ProgramError("programs", "give a list of programs (or config_file=... for a single one)")
         sources = [*programs, *([config_file] if config_file is not None else [])]
         extra = dict(vllm_kwargs.pop("additional_config", None) or {})
+        if CONFIG_KEY in extra:
+            raise ProgramError(
+                f"additional_config[{CONFIG_KEY!r}]", "give programs, arm and slots to HookLLM"
+            )
         extra[CONFIG_KEY] = {
+            "slots": slots,
             "programs": [_json_source(source) for source in sources],
             "arm": {name: dict(spec) for name, spec in (arm or {}).items()},
         }

@@ -313,7 +313,7 @@ def test_needs_join_attention_sites_and_edits() -> None:
         },
         intervene={"e": {"site": "resid_post", "layers": [7], "method": "ablate", "vector": "v"}},
     )
-    assert needs(p).to_json() == [["attention", 3, "all"], ["attention", 4, "all"], ["resid_post", 7, "last"]]
+    assert needs(p).to_json() == [["attention", 3, "all"], ["attention", 4, "all"], ["resid_post", 7, "edit"]]
 
 
 def test_tensor_references() -> None:

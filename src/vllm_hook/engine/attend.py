@@ -27,7 +27,7 @@ def steer_attention(hook: RunnerHook, layer: int) -> None:
         pieces = hook.edits.attends.get(layer)
         if pieces:
             result = kwargs.get("output", out)
-            _apply(hook, layer, pieces, query, result)
+            hook.guard(lambda: _apply(hook, layer, pieces, query, result))
         return out
 
     impl.forward = steered

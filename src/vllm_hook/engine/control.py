@@ -102,8 +102,7 @@ def flush(engine: Any) -> None:
     """Send what waits for the workers."""
     outbox = frontend_of(engine).outbox
     while outbox:
-        engine.collective_rpc(RPC, args=outbox[0])
-        outbox.pop(0)
+        engine.collective_rpc(RPC, args=outbox.pop(0))
 
 
 async def flush_async(engine: Any) -> None:

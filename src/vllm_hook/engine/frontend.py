@@ -20,6 +20,7 @@ from vllm.utils.async_utils import make_async
 from vllm.v1.engine import FinishReason
 
 from ..errors import CapacityError, ProgramError, SiteError, UnsupportedError
+from ..program.check import split_span_ref
 from ..program.checked import Observation, tensor_uses
 from ..program.request import RequestSpec, parse_request
 from ..program.resolve import resolve
@@ -32,7 +33,7 @@ from ..program.schema import (
     SaeReduction,
     TokensSpan,
 )
-from ..runtime.edits import resolve_edits
+from ..runtime.edits import ROW_GATES, resolve_edits, row_gates
 from ..runtime.loading import LoadedProgram, load_program
 from ..runtime.requests import PAYLOAD_KEY, Lane, payload
 from .chat import carry_chat, read_prompt
@@ -71,6 +72,7 @@ class Frontend:
         self.outbox: list[tuple[Any, ...]] = []
         self._in_use: Counter[str] = Counter()
         self._vectors: Counter[tuple[str, str]] = Counter()
+        self._row_gates = 0
         self._running: dict[str, Payload] = {}
         # Requests are admitted on a thread pool, and released wherever their last reference goes.
         self._lock = threading.RLock()
@@ -131,8 +133,9 @@ class Frontend:
         if not self._in_use[digest] and all(p.digest != digest for p in self.programs.values()):
             self.outbox.append(("set_tensors", digest, None))
 
-    def _release(self, digests: Sequence[str], vectors: frozenset[tuple[str, str]]) -> None:
+    def _release(self, digests: Sequence[str], vectors: frozenset[tuple[str, str]], gates: int) -> None:
         with self._lock:
+            self._row_gates -= gates
             for vector in vectors:
                 self._vectors[vector] -= 1
                 if not self._vectors[vector]:
@@ -152,9 +155,29 @@ class Frontend:
             raise ProgramError(
                 f"extra_args[{PAYLOAD_KEY!r}]", "is reserved; name programs in extra_args['hook']"
             )
-        programs, spec = self._select(extra)
+        with self._lock:  # from here on the workers keep what these programs need
+            programs, spec = self._select(extra)
+            self._in_use.update(p.digest for p in programs)
+        try:
+            return self._admit(programs, spec, request_id, prompt, params, *args, **kwargs)
+        except BaseException:
+            self._release([p.digest for p in programs], frozenset(), 0)
+            raise
+
+    def _admit(
+        self,
+        programs: Sequence[LoadedProgram],
+        spec: RequestSpec | None,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         request = self._process_inputs(request_id, prompt, params, *args, **kwargs)
         if not programs:
+            if spec is not None and (spec.set or spec.spans):
+                raise ProgramError("hook.use", "set and spans were given, but no program is in use; name one")
             return request
         if kwargs.get("resumable"):
             raise UnsupportedError("streaming-input sessions cannot use programs yet")
@@ -162,12 +185,13 @@ class Frontend:
             raise UnsupportedError("pooling requests cannot use programs yet")
         if request.prompt_token_ids is None:
             raise UnsupportedError("prompts given as embeddings cannot use programs")
-        context, release = self._context(programs, spec, prompt, request.prompt_token_ids)
+        context = self._context(programs, spec, prompt, request.prompt_token_ids)
         self._check_size(context, request.sampling_params)
+        release = self._hold(context, params.n or 1)
         resolved = [o for use in context.uses for o in use.resolved.observations]
         data = Payload(payload(resolved, context.lanes, len(request.prompt_token_ids), context.edits))
         data.context, data.release, data.samples = context, release, params.n
-        request.sampling_params.extra_args = {**extra, PAYLOAD_KEY: data}
+        request.sampling_params.extra_args = {**(params.extra_args or {}), PAYLOAD_KEY: data}
         return request
 
     def _select(self, extra: Mapping[str, Any]) -> tuple[list[LoadedProgram], RequestSpec | None]:
@@ -183,16 +207,17 @@ class Frontend:
         spec: RequestSpec | None,
         prompt: Any,
         token_ids: Sequence[int],
-    ) -> tuple[Context, Callable[[], Any]]:
-        """The context of a request, and what gives back all that is held for it."""
+    ) -> Context:
+        """Spans and rows of a request's programs on its final tokens."""
         overrides = dict(spec.spans) if spec is not None else {}
         known = {name for p in programs for name in p.checked.spans}
-        if unknown := sorted(set(overrides) - known):
+        if unknown := sorted(key for key in overrides if split_span_ref(key)[0] not in known):
             raise ProgramError(
                 "hook.spans", f"no program in use has a span named {unknown[0]!r}; spans: {sorted(known)}"
             )
+        given = {split_span_ref(key)[0] for key in overrides}
         with_text = any(
-            not isinstance(span, TokensSpan) and name not in overrides
+            not isinstance(span, TokensSpan) and name not in given
             for p in programs
             for name, span in p.checked.spans.items()
         )
@@ -201,7 +226,7 @@ class Frontend:
         lanes: list[Lane] = []
         for loaded in programs:
             checked = loaded.checked
-            own = {name: span for name, span in overrides.items() if name in checked.spans}
+            own = {key: span for key, span in overrides.items() if split_span_ref(key)[0] in checked.spans}
             uses.append(Use(checked, loaded.digest, resolve(checked, view, own)))
             lanes += [lane_of(observation, loaded.digest) for observation in checked.observations]
         edits = None
@@ -210,19 +235,29 @@ class Frontend:
             edits = resolve_edits(plans, spec.set if spec is not None else {}, view, self.settings.facts)
         elif spec is not None and spec.set:
             raise ProgramError("hook.set", f"{next(iter(spec.set))!r} names no intervention in use")
-        context = Context(tuple(uses), tuple(lanes), tuple(token_ids), edits)
-        digests = [use.digest for use in uses]
-        vectors = edits.vectors if edits is not None else frozenset()
-        with self._lock:
-            self._check_slots(vectors)
-            self._in_use.update(digests)
-            self._vectors.update(vectors)
-        release = weakref.finalize(context, self._release, digests, vectors)
-        release.atexit = False
-        return context, release
+        return Context(tuple(uses), tuple(lanes), tuple(token_ids), edits)
 
-    def _check_slots(self, vectors: frozenset[tuple[str, str]]) -> None:
-        """Vectors of running requests hold slots; scalars take none."""
+    def _hold(self, context: Context, samples: int) -> Callable[[], Any]:
+        """Take the slots of a request; what is returned gives back all that is held for it."""
+        edits = context.edits
+        vectors = edits.vectors if edits is not None else frozenset()
+        gates = samples * row_gates(edits.data) if edits is not None else 0
+        with self._lock:
+            self._check_slots(vectors, gates)
+            self._vectors.update(vectors)
+            self._row_gates += gates
+        digests = [use.digest for use in context.uses]
+        release = weakref.finalize(context, self._release, digests, vectors, gates)
+        release.atexit = False
+        return release
+
+    def _check_slots(self, vectors: frozenset[tuple[str, str]], gates: int) -> None:
+        """Vectors and gates by row of running requests hold slots; scalars take none."""
+        if self._row_gates + gates > ROW_GATES:
+            raise CapacityError(
+                f"the request needs {gates} conditions by row; {ROW_GATES - self._row_gates} of {ROW_GATES} "
+                "are free. Wait for running requests"
+            )
         for kind in ("stream", "head"):
             held = {v for v in self._vectors if v[0] == kind}
             new = {v for v in vectors if v[0] == kind} - held
@@ -240,7 +275,13 @@ class Frontend:
         total = 0
         for (name, _, resolved), lane in zip(context.observations(), context.lanes, strict=True):
             rows = sum(max(0, min(b if b is not None else end, end) - a) for a, b in resolved.rows)
-            size = rows * row_bytes(lane, self.settings, self._item, keys=end, spans=len(resolved.keys))
+            if resolved.token_ids:
+                rows += end - prompt  # which generated tokens are wanted is known only afterwards
+            size = (
+                (params.n or 1)
+                * rows
+                * row_bytes(lane, self.settings, self._item, keys=end, spans=len(resolved.keys))
+            )
             total += size
             if lane.site == "attention" and size > ATTENTION_BYTES:
                 raise CapacityError(
@@ -334,12 +375,12 @@ def _tensor_blob(loaded: LoadedProgram) -> bytes:
     observations read, and the vectors of its edits by digest."""
     flat: dict[str, Tensor] = {}
     for digest, vector in loaded.edits.vectors.items():
-        flat[f"vector:{digest}/vector"] = vector
+        flat[f"edit:{digest}/vector"] = vector
     read = {use.key for use in tensor_uses(loaded.checked) if use.path[0] == "observe"}
     for name in read:
         tensor = loaded.tensors[name]
         parts = {"vector": tensor} if isinstance(tensor, Tensor) else tensor.tensors()
-        flat.update({f"{name}/{part}": t.clone() for part, t in parts.items()})
+        flat.update({f"read:{name}/{part}": t.clone() for part, t in parts.items()})
     return bytes(save_safetensors(flat))
 
 

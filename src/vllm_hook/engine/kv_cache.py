@@ -37,6 +37,14 @@ def check_readable(attention: Attention) -> None:
         raise UnsupportedError(f"attention sites: {type(impl).__name__} (MLA?) is not supported")
 
 
+def check_values_readable(dtype: torch.dtype) -> None:
+    """Refuse ``method: attend`` where vLLM will pick a layout whose values cannot be read."""
+    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        raise UnsupportedError(
+            "method attend: the bfloat16 KV cache of CPUs with AMX cannot be read; use float32"
+        )
+
+
 def key_reader(attention: Attention) -> KeyReader:
     """Reader of one layer's keys, with the layer's own scale, window, soft-cap, sinks and ALiBi."""
     cache = attention.kv_cache

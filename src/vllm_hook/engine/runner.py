@@ -78,12 +78,14 @@ class RunnerHook:
                 settings.slots,
                 device,
             )
-        decoder.attach(model, self.edits.edits, "edit")
+        parts = [(name, layer, "edit", edit) for (name, layer), edit in self.edits.edits.items()]
+        taps = [(name, layer, "tap", tap) for (name, layer), tap in self.bank.taps.items()]
+        decoder.attach(model, sorted([*parts, *taps], key=lambda p: (p[1], ORDER[p[0]], p[2])))
         for name, layer in settings.armed.edits:
             if name == "attention":
                 kv_cache.check_readable(self.attention[layer])
+                kv_cache.check_values_readable(dtype)
                 steer_attention(self, layer)
-        decoder.attach(model, self.bank.taps, "tap")
         self.tracker = Tracker(self.edits)
         self._readers: dict[int, KeyReader] = {}
         self._groups: dict[int, int] = {}
@@ -177,11 +179,17 @@ class RunnerHook:
     def _shield(self, view: BatchView) -> _Shield:
         return _Shield(self, view)
 
+    def guard(self, act: Callable[[], None]) -> None:
+        """Run code of ours inside the forward pass: whatever it raises becomes an error of the requests."""
+        assert self._view is not None
+        with self._shield(self._view):
+            act()
+
     def fail(self, view: BatchView, error: BaseException) -> None:
         """Our own code failed: say so to every observed request of this step."""
         self.cancel()
-        message = f"observation failed in the worker: {type(error).__name__}: {error}"
-        self._rows = ({}, {r: message for r in view.req_ids if r in self.tracker.states})
+        message = f"failed in the worker: {type(error).__name__}: {error}"
+        self._lost.update({r: message for r in view.req_ids if r in self.tracker.states})
 
     # -- KV cache (runtime.collect.Pages) ---------------------------------------------------
 

@@ -6,6 +6,7 @@ One instance wraps one scheduler; schedulers of engines that are not configured 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 from vllm.v1.core import kv_cache_utils
@@ -15,6 +16,8 @@ from ..runtime.requests import PAYLOAD_KEY
 from .runner import OUTPUT_KEY
 from .settings import raw_config
 
+#: How often edits of a digest failed to act: what was cached under it before is not found again.
+_FAILURES: Counter[str] = Counter()
 #: Attribute of a vLLM Request: prompt positions below it have been run before a preemption.
 _SEEN = "_vllm_hook_seen"
 
@@ -82,10 +85,24 @@ class SchedulerHook:
             self._pending.setdefault(req_id, []).extend(sent)
         for req_id, message in errors.items():
             self._pending.setdefault(req_id, []).append(message)
+            self._distrust(req_id, message)
         outputs = self._update(scheduler_output, model_runner_output)
         if self._pending:
             self._deliver(outputs)
         return outputs
+
+    def _distrust(self, req_id: str, message: str) -> None:
+        """An edit did not act, so blocks under its digest hold unedited keys: no later request may find
+        them, and those that were keyed before this are told."""
+        edit = _edit_of(self.scheduler.requests.get(req_id))
+        if edit is None:
+            return
+        _FAILURES[edit["digest"]] += 1
+        for other in self.scheduler.requests.values():
+            if other.request_id != req_id and (_edit_of(other) or {}).get("digest") == edit["digest"]:
+                self._pending.setdefault(other.request_id, []).append(
+                    f"a request with the same edits failed: {message}"
+                )
 
     def _deliver(self, outputs: dict[int, Any]) -> None:
         for per_client in outputs.values():
@@ -112,12 +129,18 @@ def cache_limit(request: Any) -> int | None:
 def edit_key(request: Any, end: int) -> tuple[str, str] | None:
     """What distinguishes a block that ends before position ``end``: the digest of the request's
     interventions, from the first position on whose keys and values they change."""
-    params = request.sampling_params
-    data = (params.extra_args or {}).get(PAYLOAD_KEY) if params is not None else None
-    edit = data["edit"] if data else None
-    if not edit or edit["first"] is None or end <= edit["first"]:
+    edit = _edit_of(request)
+    if edit is None or edit["first"] is None or end <= edit["first"]:
         return None
-    return PAYLOAD_KEY, edit["digest"]
+    failures = _FAILURES.get(edit["digest"], 0)
+    return PAYLOAD_KEY, f"{edit['digest']}-{failures}" if failures else edit["digest"]
+
+
+def _edit_of(request: Any) -> Any:
+    """The interventions of a request as they travel, or None."""
+    params = request.sampling_params if request is not None else None
+    data = (params.extra_args or {}).get(PAYLOAD_KEY) if params is not None else None
+    return data["edit"] if data else None
 
 
 def _key_blocks_by_edits() -> None:

@@ -70,8 +70,8 @@ def _tensor_ref(value: str) -> str:
 
 StrictStr = Annotated[str, Field(strict=True)]
 NonEmpty = Annotated[str, Field(strict=True, min_length=1)]
-StrictInt = Annotated[int, Field(strict=True)]
-Natural = Annotated[int, Field(strict=True, ge=0)]
+StrictInt = Annotated[int, Field(strict=True, gt=-(2**31), lt=2**31)]
+Natural = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Flag = Annotated[bool, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 

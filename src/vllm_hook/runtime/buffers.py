@@ -25,9 +25,11 @@ def tap_sites(armed: Armed) -> dict[Key, str]:
 
 
 def buffer_bytes(armed: Armed, facts: ModelFacts, last: int, every: int, item: int) -> int:
-    """Bytes of the site buffers. ``last``/``every``: rows of the two capacities; ``item``: bytes a value."""
-    total = 0
-    for (name, _), rows in tap_sites(armed).items():
+    """Bytes of the site buffers and their row tables. ``last``/``every``: rows of the two capacities;
+    ``item``: bytes a value."""
+    taps = tap_sites(armed)
+    total = 4 * len(taps) * (1 + every)
+    for (name, _), rows in taps.items():
         width = 1
         for size in facts.row_shape(name):
             width *= size

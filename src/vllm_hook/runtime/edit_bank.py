@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import CapacityError
 from ..ops import edit as op
 from ..ops.site import SiteEdit
-from ..sites import ModelFacts, site
+from ..sites import Armed, ModelFacts, site
 from .edit_plan import (
     Attend,
     AttendPiece,
@@ -26,12 +26,19 @@ from .edit_plan import (
     group_places,
     initial_flag,
 )
+from .edits import CHAINS, CONDITIONS_A_ROW, ENTRIES, GATES, ROW_GATES
 from .requests import Ranges
 
 Place = tuple[str, int]
-#: Places with conditions in one step that differ in their rows, and conditions there for each row.
-CONDITION_PLACES = 32
-CONDITIONS_A_ROW = 4
+
+
+def edit_bytes(armed: Armed, facts: ModelFacts, rows: int, requests: int, slots: int) -> int:
+    """Bytes of the tables and vectors that the armed edits take; 0 without any."""
+    places = [place for place in armed.edits if place[0] != "attention"]
+    if not places:
+        return 0
+    with torch.device("meta"):
+        return EditBank(places, facts, rows, requests, slots, torch.device("meta")).bytes()
 
 
 class VectorSource(Protocol):
@@ -52,10 +59,12 @@ class EditBank:
         slots: int,
         device: torch.device,
     ) -> None:
-        chains = 16 * requests
-        entries = 4 * chains + 1024
-        self.flag_slots = Slots(8 * requests, "gates")
-        self.row_flag_slots = Slots(64, "gates by row")
+        chains, entries = CHAINS * requests, ENTRIES * requests
+        # The front end counts what running requests hold and frees it a moment before the worker does,
+        # and preempted requests keep their flags: hence twice.
+        self.flag_slots = Slots(2 * GATES * requests, "gates")
+        self.row_flag_slots = Slots(2 * ROW_GATES, "gates by row")
+        slots = 2 * slots
         self.vector_slots = {"stream": Slots(slots, "vectors"), "head": Slots(slots, "vectors of head sites")}
         n = max(len(places), 1)
 
@@ -67,7 +76,7 @@ class EditBank:
             "chain_start": table(chains + 1),
             "entry_int": table(entries, 9),
             "entry_float": table(entries, 4, dtype=torch.float32),
-            "cond_tables": table(min(n, CONDITION_PLACES), 2, 1 + CONDITIONS_A_ROW * rows),
+            "cond_tables": table(n, 2, 1 + CONDITIONS_A_ROW * rows),
             "cond_int": table(chains, 6),
             "cond_float": table(chains, 3, dtype=torch.float32),
             "flags": table(self.flag_slots.capacity, dtype=torch.float32),
@@ -106,7 +115,6 @@ class EditBank:
     def _admit(
         self, data: Sequence[Mapping[str, Any]], vectors: VectorSource, taken: list[tuple[Slots, Any]]
     ) -> EditState:
-        fresh: list[tuple[int, float]] = []
         own = object()  # flags are never shared: they are taken under a key of this request alone
 
         def vector(kind: str, digest: str) -> int:
@@ -132,7 +140,8 @@ class EditBank:
                 if same not in gates:
                     number = flag(self.row_flag_slots if g["per_row"] else self.flag_slots, ("gate", i))
                     if not g["per_row"]:
-                        fresh.append((number, initial_flag(g["over"])))
+                        self.state["stream"].flags[number] = initial_flag(g["over"])
+                        self.state["stream"].acc[number] = 0.0
                     gates[same] = _gate(g, vector("stream", g["u"]), number)
                 gate = gates[same]
             filters = tuple(Filter(tuple(f["token_ids"]), _open_ranges(f["sure"])) for f in e["filters"])
@@ -153,7 +162,7 @@ class EditBank:
                     token_flag=token_flag,
                 )
             )
-        return EditState(tuple(edits), group_places(edits), tuple(taken), fresh, tuple(attends))
+        return EditState(tuple(edits), group_places(edits), tuple(taken), tuple(attends))
 
     def release(self, state: EditState) -> None:
         for slots, key in state.taken:
@@ -195,9 +204,6 @@ class EditBank:
             (shared.cond_float, plan.cond_float),
         ):
             target[: len(values)].copy_(torch.from_numpy(values))
-        for slot, value in plan.fresh:
-            shared.flags[slot] = value
-            shared.acc[slot] = 0.0
         for row_flag in plan.row_flags:
             shared.row_flags[row_flag].zero_()
         for token_flag, rows, filters in plan.token_rows:

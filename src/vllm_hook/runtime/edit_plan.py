@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -111,12 +111,11 @@ class Slots:
 
 @dataclass
 class EditState:
-    """The interventions of one request, the slots it holds, and flags to set before its first step."""
+    """The interventions of one request and the slots it holds."""
 
     edits: tuple[RowEdit, ...]
     groups: tuple[tuple[tuple[Place, ...], tuple[int, ...]], ...]
     taken: tuple[tuple[Slots, Any], ...]
-    fresh: list[tuple[int, float]] = field(default_factory=list)
     attends: tuple[Attend, ...] = ()
 
 
@@ -137,7 +136,6 @@ class EditPlan:
     cond_table_of: Mapping[Place, int]
     cond_int: np.ndarray
     cond_float: np.ndarray
-    fresh: tuple[tuple[int, float], ...]
     token_rows: tuple[TokenRows, ...]
     row_flags: tuple[int, ...]
     attends: Mapping[int, Sequence[AttendPiece]]
@@ -167,15 +165,12 @@ class _Builder:
         self.floats: list[tuple[float, ...]] = []
         self.cond_ints: list[tuple[int, ...]] = []
         self.cond_floats: list[tuple[float, ...]] = []
-        self.fresh: list[tuple[int, float]] = []
         self.token_rows: list[TokenRows] = []
         self.row_flags: set[int] = set()
         self.attends: dict[int, list[AttendPiece]] = {}
         self._pieces = 0
 
     def request(self, i: int, state: EditState, first: int, stop: int, shift: int, fresh_from: int) -> None:
-        self.fresh += state.fresh
-        state.fresh = []
         for edit in state.edits:
             positions = positions_within(edit.rows, first, stop) if edit.filters else np.empty(0)
             if positions.size:
@@ -238,7 +233,6 @@ class _Builder:
             cond_table_of=cond_table_of,
             cond_int=np.asarray(self.cond_ints, dtype=np.int32).reshape(-1, 6),
             cond_float=np.asarray(self.cond_floats, dtype=np.float32).reshape(-1, 3),
-            fresh=tuple(self.fresh),
             token_rows=tuple(self.token_rows),
             row_flags=tuple(sorted(self.row_flags)),
             attends=self.attends,

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import Problem, ProgramError
+from ..errors import CapacityError, Problem, ProgramError
 from ..ops import edit as op
 from ..program.checked import CheckedEdit, CheckedProgram, Observation
-from ..program.resolve import OpenRange, Prompt, ResolvedEdit, ResolvedObservation, ResolvedProgram
+from ..program.resolve import OpenRange, Prompt, ResolvedEdit, ResolvedObservation, ResolvedProgram, union
 from ..program.schema import (
     AddEdit,
     AffineEdit,
@@ -43,6 +43,11 @@ _IN_ORDER = "embed resid_pre q k v attention z attn_out resid_mid mlp_out resid_
 ORDER = {name: i for i, name in enumerate(_IN_ORDER.split())}
 #: Most edits that one row of one site may be given.
 CHAIN_LIMIT = 64
+#: What one request may need in a step: chains (sets of edits that rows get), their entries, conditions
+#: decided once, conditions read at one place; and conditions by row of all running requests together.
+CHAINS, ENTRIES, GATES, CONDITIONS_A_ROW, ROW_GATES = 64, 1024, 8, 4, 64
+#: Largest change of a row that an edit may ask for: far beyond any use, far from float32 overflow.
+LARGEST = 1e9
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,9 @@ def compile_edits(checked: CheckedProgram, tensors: Mapping[str, Any], facts: Mo
     compiler = _Compiler(checked, tensors, facts)
     edits = tuple(compiler.edit(edit) for edit in checked.edits)
     compiler.refuse_conflicts(edits)
+    for edit in edits:
+        if not compiler.problems and (problem := check_size(edit, compiler.vectors)) is not None:
+            compiler.wrong(("intervene", edit.id), problem)
     if compiler.problems:
         raise ProgramError(checked.source, compiler.problems)
     return CompiledEdits(edits, compiler.vectors)
@@ -271,8 +279,10 @@ def with_scalars(edit: CompiledEdit, values: Mapping[str, float]) -> CompiledEdi
         return edit
     if edit.heads:
         name, value = next(iter(values.items()))
-        if value <= 0 or (name == "mass" and value >= 1):
-            raise ProgramError("hook.set", f"{edit.id}.{name} is {value}; weight > 0, 0 < mass < 1 is needed")
+        if not 0 < value <= (1 if name == "mass" else LARGEST) or (name == "mass" and value == 1):
+            raise ProgramError(
+                "hook.set", f"{edit.id}.{name} is {value}; 0 < weight <= {LARGEST:g}, 0 < mass < 1 is needed"
+            )
         return replace(edit, scalars=dict(values))
     atoms = []
     for atom in edit.atoms:
@@ -323,6 +333,8 @@ def resolve_edits(
     for checked, compiled, resolved in uses:
         for edit, rows in zip(compiled.edits, resolved.edits, strict=True):
             edit = with_scalars(edit, settings.get((checked.name, edit.id), {}))
+            if (problem := check_size(edit, compiled.vectors)) is not None:
+                raise ProgramError(f"program {checked.name!r}, intervene.{edit.id}", problem)
             gate = None
             if edit.condition is not None:
                 gate = _gate(checked, edit, rows, resolved, len(prompt))
@@ -337,10 +349,66 @@ def resolve_edits(
             starts = [a for a, _ in data[-1]["rows"]]
             if starts and any(_affects_kv(edit.site, layer, facts) for layer in edit.layers):
                 first.append(min(starts))
+    check_limits(data)
     digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
     return EditRequest(
         data, digest, min(first) if first else None, frozenset(vectors), min(floor) if floor else None
     )
+
+
+def check_limits(data: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a request that could overflow the tables of a step: one request never harms another."""
+    at: dict[tuple[str, int], list[int]] = {}
+    heads: set[tuple[int, ...]] = set()
+    read: dict[tuple[str, int], set[str]] = {}
+    for i, e in enumerate(data):
+        for layer in () if e["attend"] else e["layers"]:
+            at.setdefault((e["site"], layer), []).append(i)
+        for head in e["attend"]["heads"] if e["attend"] else ():
+            if tuple(head) in heads:
+                raise ProgramError(
+                    "intervene", f"two attend edits of head {head} in one request; name all spans in one"
+                )
+            heads.add(tuple(head))
+        if e["gate"] is not None:
+            place = (e["gate"]["site"], e["gate"]["layer"])
+            read.setdefault(place, set()).add(json.dumps(e["gate"], sort_keys=True))
+    chains = entries = 0
+    for members in {tuple(m) for m in at.values()}:
+        cuts = 1 + len({x for m in members for r in data[m]["rows"] for x in r})
+        chains += cuts
+        entries += cuts * sum(len(data[m]["atoms"]) for m in members)
+    latched = {json.dumps(e["gate"], sort_keys=True) for e in data if e["gate"] and not e["gate"]["per_row"]}
+    most = max((len(conditions) for conditions in read.values()), default=0)
+    for what, need, limit in (
+        ("sets of edits", chains, CHAINS),
+        ("edits over all of these sets", entries, ENTRIES),
+        ("conditions on the prompt", len(latched), GATES),
+        ("conditions at one place", most, CONDITIONS_A_ROW),
+    ):
+        if need > limit:
+            raise CapacityError(
+                f"the interventions of this request come to {need} {what}; the limit is {limit}"
+            )
+
+
+def row_gates(data: Sequence[Mapping[str, Any]]) -> int:
+    """Gates by row that a request holds while it runs."""
+    by_row = {json.dumps(e["gate"], sort_keys=True) for e in data if e["gate"] and e["gate"]["per_row"]}
+    return len(by_row) + sum(1 for e in data if e["filters"])
+
+
+def check_size(edit: CompiledEdit, vectors: Mapping[str, Tensor]) -> str | None:
+    """Why an edit could overflow, if it could."""
+    for atom in edit.atoms:
+        length = float(vectors[atom.v].norm()) if atom.v else 0.0
+        reach = max(abs(atom.a), abs(atom.b) * float(vectors[atom.u].norm()) if atom.u else 0.0)
+        if not reach * max(length, 1e-30) <= LARGEST:
+            return f"changes rows by up to {reach * length:g} times their size; the limit is {LARGEST:g}"
+    weight = edit.scalars.get("weight")
+    if edit.heads and weight is not None and weight > LARGEST:
+        return f"weight is {weight:g}; the limit is {LARGEST:g}"
+    return None
 
 
 def _assign(
@@ -432,7 +500,7 @@ def _attend(edit: CompiledEdit, rows: ResolvedEdit) -> dict[str, Any]:
     """What ``method: attend`` adds: heads, the span's ranges, and how much."""
     return {
         "heads": [list(head) for head in edit.heads],
-        "span": [list(r) for _, ranges in rows.keys for r in ranges],
+        "span": [[a, b] for a, b in union(r for _, ranges in rows.keys for r in ranges)],
         "weight": edit.scalars.get("weight"),
         "mass": edit.scalars.get("mass"),
     }

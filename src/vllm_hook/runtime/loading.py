@@ -70,6 +70,11 @@ def load_program(
 
 def _refuse_unavailable(checked: CheckedProgram) -> None:
     """What the contract has and this version cannot do yet."""
+    for observation in checked.observations:
+        if observation.before:
+            raise UnsupportedError(
+                f"{checked.source}: observe.{observation.id}.before is not available in this version"
+            )
     for i, rule in enumerate(checked.rules):
         if rule.do == "stop":
             raise UnsupportedError(f"{checked.source}: act[{i}].do: stop is not available in this version")

@@ -105,12 +105,14 @@ class Tracker:
         return next(iter(self.vectors[digest].values()))
 
     def set_tensors(self, program: str, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over the tensors of a program, by reference; ``vector:<digest>`` are those of edits."""
+        """Take over the tensors of a program: ``read:<reference>`` for observations, ``edit:<digest>``
+        the vectors of edits."""
         for reference, parts in tensors.items():
-            if reference.startswith("vector:"):
-                self.vectors.setdefault(reference.removeprefix("vector:"), {})[program] = parts["vector"]
+            kind, _, name = reference.partition(":")
+            if kind == "edit":
+                self.vectors.setdefault(name, {})[program] = parts["vector"]
             else:
-                self.tensors[f"{program}/{reference}"] = parts
+                self.tensors[f"{program}/{name}"] = parts
 
     def drop_tensors(self, program: str) -> None:
         """Forget a program's tensors. Running requests keep what they have."""

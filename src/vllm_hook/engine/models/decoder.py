@@ -9,7 +9,7 @@ model is loaded and before its first forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,15 +115,15 @@ def supported_sites(model: nn.Module) -> tuple[str, ...]:
     return (*places, "final_norm", *heads) if places else heads
 
 
-def attach(model: nn.Module, parts: Mapping[tuple[str, int], SiteTap | SiteEdit], what: str) -> None:
-    """Put every part (``what`` is "tap" or "edit") into its place. Parts run in the order in which
-    they are attached: edits first, so that taps see what the edits made.
+def attach(model: nn.Module, parts: Sequence[tuple[str, int, str, SiteTap | SiteEdit]]) -> None:
+    """Put every part, (site, layer, "tap" or "edit", module), into its place. Parts at one module run in
+    the order given: that of the sites, and at each the edit first, so that a tap sees what it made.
 
     Raises :class:`UnsupportedError` naming a site that has no place in this model.
     """
     attention = attention_layers(model)
     layers = dict(_decoder_layers(model))
-    for (name, layer), part in parts.items():
+    for name, layer, what, part in parts:
         if site(name).kind == "head":
             _attach_head(name, what, attention[layer], part)
             continue
