@@ -117,8 +117,8 @@ def test_check_with_a_model_says_what_it_arms(run, good, config):
     result = run("check", good, "--model", config, "--max-num-seqs", 8, "--max-num-batched-tokens", 100)
     assert result.exit_code == 0, result.output
     assert "attention layer 1 (last), resid_post layer 3 (all)" in result.output
-    # queries of one layer for 8 rows, a stream of width 64 for 100, 2 bytes a value
-    assert f"{(4 * 32 * 8 + 64 * 100) * 2 / 1024:.1f} KiB" in result.output
+    # queries of one layer for 8 rows, a stream of width 64 for 100, 2 bytes a value, and two row tables
+    assert f"{((4 * 32 * 8 + 64 * 100) * 2 + 2 * 4 * 101) / 1024:.1f} KiB" in result.output
     assert "prefix cache" in result.output
 
 

@@ -191,8 +191,8 @@ def test_slots_are_shared_counted_and_refused_when_full() -> None:
 def test_a_request_that_is_too_much_leaves_nothing_behind() -> None:
     b = bank(slots=3)
     kept = b.admit([edit(vector="1"), edit(vector="2")], Vectors())
-    with pytest.raises(CapacityError):
-        b.admit([edit(vector=v, gate=gate([[0, 4]])) for v in "2345"], Vectors())
+    with pytest.raises(CapacityError):  # the worker has room for twice what the front end lets in
+        b.admit([edit(vector=v, gate=gate([[0, 4]])) for v in "2345678"], Vectors())
     assert b.used() == {"vectors": 2, "gates": 0}
     b.release(kept)
     b.release(kept)  # twice does no harm

@@ -264,6 +264,7 @@ def test_token_ids_take_all_generated_rows_on_the_device():
 def test_attention_needs_queries_and_memory_is_what_is_said():
     armed = Armed.of("attention", [0, 1], "last") | Armed.of("q", [1], "all") | Armed.of("k", [0], "last")
     assert tap_sites(armed) == {("q", 0): "last", ("q", 1): "all", ("k", 0): "last"}
-    assert buffer_bytes(armed, FACTS, 8, 64, 2) == 2 * (8 * 4 + 64 * 4 + 8 * 2)
+    tables = 3 * (1 + 64) * 4
+    assert buffer_bytes(armed, FACTS, 8, 64, 2) == 2 * (8 * 4 + 64 * 4 + 8 * 2) + tables
     bank = SiteBank(armed, FACTS, 8, 64, torch.bfloat16, torch.device("cpu"))
-    assert sum(t.buf.numel() * 2 for t in bank.taps.values()) == buffer_bytes(armed, FACTS, 8, 64, 2)
+    assert sum(t.buf.numel() * 2 for t in bank.taps.values()) + tables == buffer_bytes(armed, FACTS, 8, 64, 2)

@@ -263,10 +263,6 @@ def test_a_server_reads_no_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (
-            "intervene: {e: {site: resid_post, method: ablate, vector: v}}\n",
-            "intervene: active programming is not available in this version",
-        ),
         ("act: [{if: danger above 0, do: stop}]\n", "act[0].do: stop is not available in this version"),
     ],
 )
