@@ -176,7 +176,7 @@ def test_bad_set(llm, tensors, values, message):
 
 def test_bad_weight_and_ambiguous_names(llm, tensors):
     for value in (0.0, -1.0):
-        with pytest.raises(ProgramError, match=r"e\.weight is .*weight > 0"):
+        with pytest.raises(ProgramError, match=r"e\.weight is .*0 < weight"):
             llm.generate(
                 token_prompts([6]),
                 greedy(1),
