@@ -39,15 +39,19 @@ def attention_rows(
     n, _, width = q_NHD.shape
     q = q_NHD.float()
     logits = torch.empty(len(heads), n, keys, dtype=torch.float32, device=q.device)
+    start = _first_page(positions, page_size, rule)
     for kv_head, members in _by_kv_head(heads, group).items():
         q_kv = q[:, [heads[i] for i in members]].transpose(0, 1).reshape(-1, width) * rule.scale
-        index = torch.tensor(members, device=q.device)
-        for i in range(_first_page(positions, page_size, rule), -(-keys // page_size)):
+        whole = len(members) == len(heads)
+        index = slice(None) if whole else torch.tensor(members, device=q.device)
+        for i in range(start, -(-keys // page_size)):
             stop = min((i + 1) * page_size, keys)
             k = page_keys(pages[i], kv_head)[:, : stop - i * page_size].float()
             logits[index, :, i * page_size : stop] = (q_kv @ k).view(len(members), n, -1)
-        first = _first_page(positions, page_size, rule) * page_size
-        logits[index, :, :first] = 0.0
+        if start:
+            logits[index, :, : start * page_size] = 0.0
+    if n == 1 and rule.plain:  # the last row of a request, say: nothing to mask
+        return torch.softmax(logits, dim=-1)
     where = torch.tensor(positions, device=q.device)
     return logits_to_probs(logits, where, torch.tensor(list(heads), device=q.device), rule)
 
@@ -68,7 +72,9 @@ def attention_mass(
     for a, b in row_blocks(positions, len(heads)):
         probs = attention_rows(q_NHD[a:b], positions[a:b], heads, pages, page_keys, page_size, group, rule)
         for s, ranges in enumerate(spans):
-            out[:, a:b, s] = sum(probs[:, :, i:j].sum(-1) for i, j in ranges)
+            torch.sum(probs[:, :, ranges[0][0] : ranges[0][1]], -1, out=out[:, a:b, s])
+            for i, j in ranges[1:]:
+                out[:, a:b, s] += probs[:, :, i:j].sum(-1)
     return out
 
 

@@ -72,6 +72,11 @@ class AttentionRule:
     sinks: Tensor | None = None
     alibi: Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Scaled, causal softmax and nothing else."""
+        return not self.soft_cap and self.window is None and self.sinks is None and self.alibi is None
+
 
 def logits_to_probs(logits_HRK: Tensor, positions_R: Tensor, heads: Tensor, rule: AttentionRule) -> Tensor:
     """Softmax over keys of already scaled logits, causal, by the rule of the layer. float32."""
