@@ -79,6 +79,7 @@ def test_chunked_prompt(told):
 
 
 def test_chunked_prompt_has_one_last_token(told):
+    assert told[0]["chunked_last"]
     for figure in told[0]["chunked_last"]:
         judge(figure, "last")
 

@@ -33,7 +33,8 @@ from ..program.schema import (
     SaeReduction,
     TokensSpan,
 )
-from ..runtime.edits import ROW_GATES, resolve_edits, row_gates
+from ..runtime.edit_limits import ROW_GATES, row_gates
+from ..runtime.edits import resolve_edits
 from ..runtime.loading import LoadedProgram, load_program
 from ..runtime.requests import PAYLOAD_KEY, Lane, payload
 from .chat import carry_chat, read_prompt

@@ -14,6 +14,7 @@ from ..errors import CapacityError
 from ..ops import edit as op
 from ..ops.site import SiteEdit
 from ..sites import Armed, ModelFacts, site
+from .edit_limits import CHAINS, CONDITIONS_A_ROW, ENTRIES, GATES, ROW_GATES
 from .edit_plan import (
     Attend,
     AttendPiece,
@@ -26,7 +27,6 @@ from .edit_plan import (
     group_places,
     initial_flag,
 )
-from .edits import CHAINS, CONDITIONS_A_ROW, ENTRIES, GATES, ROW_GATES
 from .requests import Ranges
 
 Place = tuple[str, int]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CapacityError, Problem, ProgramError
+from ..errors import Problem, ProgramError
 from ..ops import edit as op
 from ..program.checked import CheckedEdit, CheckedProgram, Observation
 from ..program.resolve import OpenRange, Prompt, ResolvedEdit, ResolvedObservation, ResolvedProgram, union
@@ -37,15 +37,13 @@ from ..program.schema import (
 )
 from ..sites import ModelFacts, site
 from ..tensors import Probe, SaeFeatures
+from .edit_limits import check_limits
 
 #: Order in which sites are run within a layer.
 _IN_ORDER = "embed resid_pre q k v attention z attn_out resid_mid mlp_out resid_post final_norm"
 ORDER = {name: i for i, name in enumerate(_IN_ORDER.split())}
 #: Most edits that one row of one site may be given.
 CHAIN_LIMIT = 64
-#: What one request may need in a step: chains (sets of edits that rows get), their entries, conditions
-#: decided once, conditions read at one place; and conditions by row of all running requests together.
-CHAINS, ENTRIES, GATES, CONDITIONS_A_ROW, ROW_GATES = 64, 1024, 8, 4, 64
 #: Largest change of a row that an edit may ask for: far beyond any use, far from float32 overflow.
 LARGEST = 1e9
 
@@ -354,48 +352,6 @@ def resolve_edits(
     return EditRequest(
         data, digest, min(first) if first else None, frozenset(vectors), min(floor) if floor else None
     )
-
-
-def check_limits(data: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a request that could overflow the tables of a step: one request never harms another."""
-    at: dict[tuple[str, int], list[int]] = {}
-    heads: set[tuple[int, ...]] = set()
-    read: dict[tuple[str, int], set[str]] = {}
-    for i, e in enumerate(data):
-        for layer in () if e["attend"] else e["layers"]:
-            at.setdefault((e["site"], layer), []).append(i)
-        for head in e["attend"]["heads"] if e["attend"] else ():
-            if tuple(head) in heads:
-                raise ProgramError(
-                    "intervene", f"two attend edits of head {head} in one request; name all spans in one"
-                )
-            heads.add(tuple(head))
-        if e["gate"] is not None:
-            place = (e["gate"]["site"], e["gate"]["layer"])
-            read.setdefault(place, set()).add(json.dumps(e["gate"], sort_keys=True))
-    chains = entries = 0
-    for members in {tuple(m) for m in at.values()}:
-        cuts = 1 + len({x for m in members for r in data[m]["rows"] for x in r})
-        chains += cuts
-        entries += cuts * sum(len(data[m]["atoms"]) for m in members)
-    latched = {json.dumps(e["gate"], sort_keys=True) for e in data if e["gate"] and not e["gate"]["per_row"]}
-    most = max((len(conditions) for conditions in read.values()), default=0)
-    for what, need, limit in (
-        ("sets of edits", chains, CHAINS),
-        ("edits over all of these sets", entries, ENTRIES),
-        ("conditions on the prompt", len(latched), GATES),
-        ("conditions at one place", most, CONDITIONS_A_ROW),
-    ):
-        if need > limit:
-            raise CapacityError(
-                f"the interventions of this request come to {need} {what}; the limit is {limit}"
-            )
-
-
-def row_gates(data: Sequence[Mapping[str, Any]]) -> int:
-    """Gates by row that a request holds while it runs."""
-    by_row = {json.dumps(e["gate"], sort_keys=True) for e in data if e["gate"] and e["gate"]["per_row"]}
-    return len(by_row) + sum(1 for e in data if e["filters"])
 
 
 def check_size(edit: CompiledEdit, vectors: Mapping[str, Tensor]) -> str | None:
