@@ -118,6 +118,11 @@ class EditState:
     taken: tuple[tuple[Slots, Any], ...]
     attends: tuple[Attend, ...] = ()
 
+    def decides_from(self, position: int) -> bool:
+        """Whether a condition that is decided once may read rows from ``position`` on."""
+        gates = {e.gate for e in self.edits if e.gate is not None and not e.gate.per_row}
+        return any(b is None or b > position for gate in gates for _, b in gate.rows)
+
 
 #: Flag to write, its rows, and for each filter the tokens and which rows pass whatever their token is.
 TokenRows = tuple[int, np.ndarray, tuple[tuple[tuple[int, ...], np.ndarray], ...]]
