@@ -300,28 +300,51 @@ def show(
 @app.command()
 def bench(
     model: Annotated[
-        str, typer.Option("--model", "-m", help="Hugging Face id, folder, or smollm2.")
-    ] = DEMO_MODEL,
-    dtypes: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16",
-    rounds: Annotated[int, typer.Option(min=2, help="Interleaved rounds; more give narrower intervals.")] = 9,
+        str | None,
+        typer.Option("--model", "-m", help="Hugging Face id, folder, or smollm2 (the default on CPU)."),
+    ] = None,
+    dtypes: Annotated[str, typer.Option(help="CPU: comma-separated.")] = "float32,bfloat16",
+    rounds: Annotated[
+        int | None, typer.Option(min=2, help="Interleaved rounds; more give narrower intervals.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="JSON to write.")] = Path("out/bench.json"),
-    no_hf: Annotated[bool, typer.Option("--no-hf", help="Leave out Hugging Face.")] = False,
+    no_hf: Annotated[bool, typer.Option("--no-hf", help="CPU: leave out Hugging Face.")] = False,
+    gpu: Annotated[
+        bool | None,
+        typer.Option("--gpu/--cpu", help="Which set to measure (default: a GPU if there is one)."),
+    ] = None,
+    only: Annotated[
+        str, typer.Option(help='GPU: comma-separated engines, of "32 sites", "few sites", "prompt rows".')
+    ] = "",
 ) -> None:
-    """Measure what observation costs, against plain vLLM and against Hugging Face.
+    """Measure what observing and steering cost, against plain vLLM.
+
+    On a CPU: SmolLM2, and Hugging Face for comparison. On a GPU: shapes of
+    Llama-3.1-8B with dummy weights, several engines side by side on the device
+    (about 25 GB each), against plain vLLM with CUDA graphs and without.
 
     [bold]Examples[/bold]
 
       vllm-hook bench
       vllm-hook bench --model Qwen/Qwen3-0.6B --dtypes bfloat16 --no-hf
+      vllm-hook bench --gpu --only "32 sites" --rounds 30
     """
     with friendly_errors():
-        path = _model_path(model)
+        from .environment import has_gpu
+
+        if has_gpu() if gpu is None else gpu:
+            from .bench.gpu import run_gpu
+
+            run_gpu(None if model is None else _model_path(model), rounds or 20, out, stdout(), only)
+            return
+        path = _model_path(model or DEMO_MODEL)
         from . import environment
 
         environment.for_engine(path)
-        from .bench import run_bench
+        from .bench.cpu import run_cpu
 
-        run_bench(path, [d.strip() for d in dtypes.split(",") if d.strip()], rounds, out, not no_hf, stdout())
+        kinds = [d.strip() for d in dtypes.split(",") if d.strip()]
+        run_cpu(path, kinds, rounds or 9, out, not no_hf, stdout())
 
 
 class Demo(str, Enum):

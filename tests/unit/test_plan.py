@@ -271,3 +271,18 @@ def test_attention_needs_queries_and_memory_is_what_is_said():
     bank = SiteBank(armed, FACTS, 8, 64, torch.bfloat16, torch.device("cpu"))
     assert sum(t.numel() * 2 for t in bank.taken.values()) == buffers
     assert bank.bytes() == buffers + tables
+
+
+def test_chunks_that_lie_behind_each_other_are_not_copied():
+    whole = torch.arange(24.0).view(2, 6, 2)
+    chunks = [(np.arange(a, b), whole[:, a:b]) for a, b in ((0, 1), (1, 4), (4, 6))]
+    values, missing = assemble(chunks, np.arange(6), Lane("resid_post", (0, 1)))
+    assert not missing
+    assert torch.equal(values, whole)
+    assert values.data_ptr() == whole.data_ptr()
+    apart = [(p, v.clone()) for p, v in chunks]
+    values, _ = assemble(apart, np.arange(6), Lane("resid_post", (0, 1)))
+    assert torch.equal(values, whole)
+    gap = [chunks[0], chunks[2]]
+    values, missing = assemble(gap, np.asarray([0, 4, 5]), Lane("resid_post", (0, 1)))
+    assert torch.equal(values, whole[:, [0, 4, 5]])

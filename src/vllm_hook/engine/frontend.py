@@ -267,8 +267,8 @@ class Frontend:
         most = entries_in_all(self.settings.requests)
         if self._entries + entries > most:
             raise CapacityError(
-                f"the interventions of the request come to {entries} edits; of the {most} that can be held at "
-                f"a time {most - self._entries} are free. Wait for running requests"
+                f"the interventions of the request come to {entries} edits; of the {most} that can be held "
+                f"at a time {most - self._entries} are free. Wait for running requests"
             )
         for kind in ("stream", "head"):
             held = {v for v in self._vectors if v[0] == kind}

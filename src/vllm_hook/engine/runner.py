@@ -173,8 +173,10 @@ class RunnerHook:
         with self._shield(self._view), torch.inference_mode():
             taken = collect(plan, self.bank, self.settings.facts, self, self.transfer, self.shard)
             if self.shard.rank == 0:  # all ranks take part, one reports
-                values, self._copied = self.transfer.start([t.values for t in taken])
-                self._taken = [replace(t, values=v) for t, v in zip(taken, values, strict=True)]
+                moved = [t for t in taken if t.values is not None]
+                values, self._copied = self.transfer.start([t.values for t in moved if t.values is not None])
+                self._taken = [t for t in taken if t.values is None]
+                self._taken += [replace(t, values=v) for t, v in zip(moved, values, strict=True)]
         self.transfer.finish()
 
     def cancel(self) -> None:

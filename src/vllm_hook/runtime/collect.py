@@ -37,16 +37,18 @@ class Record:
     index: int
     positions: np.ndarray
     values: Tensor
+    alone: bool = False  # the memory of values holds nothing of other requests
 
 
 @dataclass(frozen=True)
 class Taken:
     """Values of one lane in one step: [layers, rows of all pieces, ...]; with ``shapes``, one for each
-    piece, a flat tensor that holds them one after the other."""
+    piece, a flat tensor that holds them one after the other; or ``parts``, host tensors of the pieces."""
 
     lane_plan: LanePlan
-    values: Tensor
+    values: Tensor | None
     shapes: tuple[tuple[int, int, int], ...] = ()
+    parts: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def collect(
     for lane_plan in plan.lanes:
         sent = transfer.arrived(lane_plan) if transfer is not None else None
         if sent is not None:
-            taken.append(Taken(lane_plan, sent))
+            taken.append(Taken(lane_plan, None, parts=tuple(sent)))
         elif site(lane_plan.lane.site).kind == "attention":
             assert pages is not None
             taken.append(_attention(lane_plan, plan, bank, facts, pages, shard))
@@ -104,13 +106,17 @@ def split(taken: Sequence[Taken]) -> dict[str, list[Record]]:
     for t in taken:
         at = 0
         for i, piece in enumerate(t.lane_plan.pieces):
-            if t.shapes:
+            if t.values is None:
+                own = t.parts[i]
+            elif t.shapes:
                 size = prod(t.shapes[i])
                 own = t.values[at : at + size].view(t.shapes[i])
                 at += size
             else:
                 own = t.values[:, piece.a : piece.b]
-            records.setdefault(piece.req_id, []).append(Record(piece.watch.index, piece.positions, own))
+            records.setdefault(piece.req_id, []).append(
+                Record(piece.watch.index, piece.positions, own, t.values is None)
+            )
     return records
 
 

@@ -8,6 +8,7 @@ anyway (longer than any captured size).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..ops.library import after_tap
 from ..sites import ModelFacts, site
 from .buffers import SiteBank
-from .plan import LanePlan, StepPlan
+from .plan import LanePlan, Piece, StepPlan, positions_within
 
 #: Captures of at least this many bytes a step are sent layer by layer.
 EARLY_BYTES = 8 << 20
@@ -28,8 +29,9 @@ class Transfer:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._early: dict[int, tuple[Tensor, set[int]]] = {}
+        self._early: dict[int, tuple[list[Tensor], set[int]]] = {}
         self._keys: list[int] = []
+        self._homes: dict[int, Tensor] = {}
         self._busy: torch.cuda.Event | None = None
 
     def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
@@ -60,37 +62,54 @@ class Transfer:
         if self._stream is None:
             return
         for lane_plan in plan.lanes:
-            rows = _whole_rows(lane_plan)
             lane = lane_plan.lane
-            keys = [(lane.tap_site, layer) for layer in lane.layers]
-            if rows is None or any(bank.taken[key].data_ptr() in after_tap for key in keys):
+            bufs = [bank.taken[lane.tap_site, layer] for layer in lane.layers]
+            if not _as_taken(lane_plan) or any(buf.data_ptr() in after_tap for buf in bufs):
                 continue
-            sample = bank.taken[keys[0]]
-            if len(keys) * rows * sample.shape[1] * sample.element_size() < EARLY_BYTES:
+            rows = sum(len(piece.positions) for piece in lane_plan.pieces)
+            if len(bufs) * rows * bufs[0].shape[1] * bufs[0].element_size() < EARLY_BYTES:
                 continue
-            host = torch.empty(
-                len(keys), rows, *facts.row_shape(lane.site), dtype=sample.dtype, pin_memory=True
-            )
-            missing = set(range(len(keys)))
-            self._early[id(lane_plan)] = host, missing
-            for i, key in enumerate(keys):
-                buf = bank.taken[key]
+            parts = [
+                self._home(piece, len(bufs), facts.row_shape(lane.site), bufs[0])
+                for piece in lane_plan.pieces
+            ]
+            missing = set(range(len(bufs)))
+            self._early[id(lane_plan)] = parts, missing
+            spans = [(piece.a, piece.b) for piece in lane_plan.pieces]
+            for i, buf in enumerate(bufs):
+                targets = [(buf[a:b], part[i]) for (a, b), part in zip(spans, parts, strict=True)]
                 self._keys.append(buf.data_ptr())
-                after_tap[buf.data_ptr()] = partial(self._send, buf[:rows], host[i], missing, i)
+                after_tap[buf.data_ptr()] = partial(self._send, targets, missing, i)
 
-    def _send(self, rows: Tensor, host: Tensor, missing: set[int], i: int) -> None:
+    def _home(self, piece: Piece, layers: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Where the rows of a piece belong on the host: [layers, rows, ...] of one tensor for all chunks of
+        an observation whose number of rows is known, so that nobody has to join them."""
+        watch, n = piece.watch, piece.b - piece.a
+        ends = [b for _, b in watch.rows]
+        if None in ends:
+            return torch.empty(layers, n, *shape, dtype=like.dtype, pin_memory=True)
+        key = id(watch)
+        if key not in self._homes:
+            total = len(positions_within(watch.rows, 0, max(b for b in ends if b is not None)))
+            self._homes[key] = torch.empty(layers, total, *shape, dtype=like.dtype, pin_memory=True)
+            weakref.finalize(watch, self._homes.pop, key, None)
+        first = len(positions_within(watch.rows, 0, int(piece.positions[0])))
+        return self._homes[key][:, first : first + n]
+
+    def _send(self, targets: list[tuple[Tensor, Tensor]], missing: set[int], i: int) -> None:
         assert self._stream is not None
         missing.discard(i)
         ready = torch.cuda.Event()
         ready.record()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
-            host.view(rows.shape).copy_(rows, non_blocking=True)
+            for rows, host in targets:
+                host.view(rows.shape).copy_(rows, non_blocking=True)
 
-    def arrived(self, lane_plan: LanePlan) -> Tensor | None:
-        """The host tensor that a lane's rows were sent to, if they were."""
-        host, missing = self._early.get(id(lane_plan), (None, {0}))
-        return None if missing else host
+    def arrived(self, lane_plan: LanePlan) -> list[Tensor] | None:
+        """The host tensors, one a piece, that a lane's rows were sent to, if all were."""
+        parts, missing = self._early.get(id(lane_plan), ([], {0}))
+        return None if missing else parts
 
     def finish(self) -> None:
         """The forward pass is queued: nothing more is sent early, and the buffers are in use for a while."""
@@ -104,12 +123,9 @@ class Transfer:
             self._busy.record(self._stream)
 
 
-def _whole_rows(lane_plan: LanePlan) -> int | None:
-    """Number of rows, if the lane is nothing but the first rows of its buffers as they are."""
+def _as_taken(lane_plan: LanePlan) -> bool:
+    """Whether the lane is nothing but the first rows of its buffers, as they are."""
     lane = lane_plan.lane
     if site(lane.site).kind == "attention" or lane.reduce is not None or lane.heads is not None:
-        return None
-    if lane.dtype == "float32":
-        return None
-    ends = {index.stop if isinstance(index, slice) else None for index in lane_plan.index.values()}
-    return ends.pop() if len(ends) == 1 else None
+        return False
+    return lane.dtype != "float32" and all(isinstance(index, slice) for index in lane_plan.index.values())
