@@ -27,8 +27,8 @@ class GraphSets:
     def __init__(self, manager: Any, set_live: Callable[[bool], None]) -> None:
         self._manager = manager
         self._set_live = set_live
-        self._hooked: dict[Any, Any] = {}
-        self._plain: dict[Any, Any] | None = None
+        self.hooked: dict[Any, Any] = {}
+        self.plain: dict[Any, Any] | None = None
         self.active = False
         self.need = ANY_GRAPH
         self._capture, self._dispatch, self._run = manager.capture, manager.dispatch, manager.run_fullgraph
@@ -47,13 +47,13 @@ class GraphSets:
         full = manager._capture_descs.get(CUDAGraphMode.FULL)
         if not full or manager._max_full_descs_to_capture is not None:  # the latter: a memory profile
             return
-        self._hooked, manager.graphs = manager.graphs, {}
+        self.hooked, manager.graphs = manager.graphs, {}
         every, manager._capture_descs = manager._capture_descs, {CUDAGraphMode.FULL: full}
         try:
             self._capture(*args, **{**kwargs, "progress_bar_desc": "Capturing CUDA graphs without hooks"})
         finally:
             manager._capture_descs = every
-        self._plain, manager.graphs = manager.graphs, self._hooked
+        self.plain, manager.graphs = manager.graphs, self.hooked
 
     def dispatch(
         self, num_reqs: int, num_tokens: int, uniform_token_count: Any, *args: Any, **kwargs: Any
@@ -72,10 +72,10 @@ class GraphSets:
             self._manager._graphs_captured = captured
 
     def run_fullgraph(self, desc: Any) -> Any:
-        if self._plain is None:
+        if self.plain is None:
             return self._run(desc)
-        self._manager.graphs = self._hooked if self.active else self._plain
+        self._manager.graphs = self.hooked if self.active else self.plain
         try:
             return self._run(desc)
         finally:
-            self._manager.graphs = self._hooked
+            self._manager.graphs = self.hooked
