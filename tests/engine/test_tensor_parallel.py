@@ -26,14 +26,28 @@ def tensors(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_dir):
+def llm(tiny_dir, tensors):
     arm = {site: {"rows": "all"} for site in (*SITES, "attention")}
     with pytest.MonkeyPatch.context() as patch:
         if not GPU:
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             patch.setenv("OMP_NUM_THREADS", "1")
-        with hook_llm(tiny_dir("llama"), arm=arm, tensor_parallel_size=2) as llm:
+        programs = [edits(tensors)]
+        with hook_llm(tiny_dir("llama"), programs=programs, arm=arm, tensor_parallel_size=2) as llm:
             yield llm
+
+
+def edits(tensors):
+    stream, head = tensors.ref("stream", "v"), tensors.ref("head", "v")
+    intervene = {
+        "add": {"site": "resid_post", "layers": [1], "method": "add", "vector": stream},
+        "z": {"site": "z", "layers": [2], "heads": [0, 3], "method": "clamp", "vector": head, "target": 2.0},
+        "k": {"site": "k", "layers": [1], "heads": [1], "method": "add", "vector": head},
+        "look": {
+            "site": "attention", "method": "attend", "heads": [[0, 0], [3, 3]], "keys": ["a"], "weight": 3.0
+        },
+    }  # fmt: skip
+    return {"schema": 1, "name": "edit", "spans": {"a": {"tokens": [1, 4]}}, "intervene": intervene}
 
 
 def test_every_site_and_attention(llm, tiny_reference):
@@ -61,23 +75,11 @@ def test_every_site_and_attention(llm, tiny_reference):
 
 
 def test_edits_of_stream_heads_and_attention(llm, tiny_reference, tensors):
-    stream, head = tensors.ref("stream", "v"), tensors.ref("head", "v")
-    intervene = {
-        "add": {"site": "resid_post", "layers": [1], "method": "add", "vector": stream},
-        "z": {"site": "z", "layers": [2], "heads": [0, 3], "method": "clamp", "vector": head, "target": 2.0},
-        "k": {"site": "k", "layers": [1], "heads": [1], "method": "add", "vector": head},
-        "look": {
-            "site": "attention", "method": "attend", "heads": [[0, 0], [3, 3]], "keys": ["a"], "weight": 3.0
-        },
-    }  # fmt: skip
-    program = {"schema": 1, "name": "edit", "spans": {"a": {"tokens": [1, 4]}}, "intervene": intervene}
-    llm.load_program(program)
     prompts = token_prompts([12, 25], seed=2)
     outs = llm.generate(prompts, greedy(16), hook="edit", use_tqdm=False)
     plain = llm.generate(prompts, greedy(16), hook=False, use_tqdm=False)
-    llm.unload_program("edit")
     for out, other in zip(outs, plain, strict=True):
-        told = compare(tiny_reference, out, [program], tensors)
+        told = compare(tiny_reference, out, [edits(tensors)], tensors)
         assert told["wrong"] is None
         assert told["equal"] == 16 or told["tie"] is not None
         assert out.outputs[0].token_ids != other.outputs[0].token_ids

@@ -14,6 +14,20 @@ from vllm_hook.engine import control
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU")]
 
+LOOK = {
+    "schema": 1,
+    "name": "look",
+    "spans": {"s": {"tokens": [1, 6]}},
+    "intervene": {
+        "e": {
+            "site": "attention",
+            "method": "attend",
+            "heads": [[1, 0], [2, 3]],
+            "keys": ["s"],
+            "weight": 6.0,
+        }
+    },
+}
 ARM = {"resid_post": {"rows": "all"}, "attention": {"rows": "last"}, "z": {"rows": "last"}}
 
 
@@ -26,7 +40,9 @@ def tensors(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(tiny_dir):
-    with hook_llm(tiny_dir("llama"), arm=ARM, max_num_batched_tokens=512, max_model_len=512) as llm:
+    with hook_llm(
+        tiny_dir("llama"), programs=[LOOK], arm=ARM, max_num_batched_tokens=512, max_model_len=512
+    ) as llm:
         yield llm
 
 
@@ -86,21 +102,11 @@ def test_large_captures_leave_early_and_right(llm, tiny_reference, monkeypatch, 
 
 def test_attention_is_steered_between_graphs(llm, tiny_reference, tensors):
     """Decode steps of a request whose attention is steered; neighbours keep what they get without it."""
-    attend = {
-        "site": "attention", "method": "attend", "heads": [[1, 0], [2, 3]], "keys": ["s"], "weight": 6.0
-    }  # fmt: skip
-    program = {
-        "schema": 1, "name": "look", "spans": {"s": {"tokens": [1, 6]}}, "intervene": {"e": attend}
-    }  # fmt: skip
     prompts = token_prompts([24, 30, 41], seed=5)
-    llm.load_program(program)
-    try:
-        outs = llm.generate(prompts, greedy(16), hook=["look", False, "look"], use_tqdm=False)
-    finally:
-        llm.unload_program("look")
+    outs = llm.generate(prompts, greedy(16), hook=["look", False, "look"], use_tqdm=False)
     plain = llm.generate(prompts, greedy(16), hook=False, use_tqdm=False)
     for i in (0, 2):
-        told = compare(tiny_reference, outs[i], [program], tensors)
+        told = compare(tiny_reference, outs[i], [LOOK], tensors)
         assert told["wrong"] is None
         assert told["equal"] == 16 or told["tie"] is not None
     assert outs[1].outputs[0].token_ids == plain[1].outputs[0].token_ids

@@ -85,7 +85,8 @@ def run_cpu(
     area = step.numpy()
     records = area[at : at + n * RECORD_SIZE].reshape(n, RECORD_SIZE)
     if state is not None:
-        _run_conditions(h_TD, residual_TD, area, records, area[latched : latched + n_latched], state)
+        if n_latched or records[:, N_CONDS].any():
+            _run_conditions(h_TD, residual_TD, area, records, area[latched : latched + n_latched], state)
         edited = records if n and records[:, N_ENTRIES].all() else records[records[:, N_ENTRIES] > 0]
         if len(edited):
             _run_edits(h_TD, residual_TD, area, edited, state)
@@ -175,7 +176,7 @@ def _run_edits(
     own = h_TD.index_select(0, index).float()
     x = own if residual_TD is None else own + residual_TD.index_select(0, index)
     own, x = own.view(len(rows), -1, width), x.view(len(rows), -1, width)
-    delta = torch.zeros_like(x)
+    delta: Tensor | None = None
     for depth in range(int(count.max())):
         live = np.flatnonzero(count > depth)
         at = records[live, ENTRIES] + depth * ENTRY_SIZE
@@ -185,12 +186,18 @@ def _run_edits(
             where: tuple[slice | int | Tensor, ...] = (slice(None), int(head[0]))
         else:
             where = (torch.from_numpy(live), torch.from_numpy(head).long())
-        now = x[where] if depth == 0 else x[where] + delta[where]
+        now = x[where] if delta is None else x[where] + delta[where]
         change = _change(now, entries, s.bank)
         shut = _shut(index, live, entries, s)
         if shut is not None:
             change = change.masked_fill(shut[:, None], 0.0)
+        if delta is None and change.shape == x[:, 0].shape and x.shape[1] == 1:
+            delta = change[:, None]
+            continue
+        if delta is None:
+            delta = torch.zeros_like(x)
         delta[where] += change
+    assert delta is not None
     # A row that did not change keeps its bits, also the sign of a zero.
     new = torch.where(delta == 0, own, own + delta).view(len(rows), -1)
     h_TD.index_copy_(0, index.long(), new.to(h_TD.dtype))
