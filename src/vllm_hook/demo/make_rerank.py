@@ -1,9 +1,9 @@
 """``rerank.jsonl``: 60 questions about made-up places, each with ten graded texts, from a seed.
 
-Grade 2 answers the question, in other words than the question's; grade 1 is about the same matter and
-place and leaves the answer open; grade 0 is hard: the same place and some of the question's words
-without the matter, the same place on other matters, and the answer for other places of the kind. Every
-text is filled up to nearly the same length with a sentence that says nothing.
+Grade 2 answers the question, two times of three in the question's words and else in others; grade 1 is
+about the same matter and place and leaves the answer open; grade 0 is hard: the same place and some of
+the question's words without the matter, the same place on other matters, and the answer for other
+places of the kind. Every text is filled up to nearly the same length with a sentence that says nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ LENGTH = 140
 
 @dataclass(frozen=True)
 class Matter:
-    """One thing to ask: the question, two answers (grade 2), a text that leaves it open (1), a decoy (0)."""
+    """One thing to ask: the question, an answer in its words and one in others (grade 2), a text that
+    leaves it open (1), a decoy (0)."""
 
     question: str
     answers: tuple[str, str]
@@ -47,7 +48,7 @@ MATTERS = (
     Matter(
         "When does the {place} open on weekdays?",
         (
-            "Doors at the {place} are unlocked at {hour} from Monday to Friday.",
+            "On weekdays the {place} opens at {hour}.",
             "From Monday to Friday guests can come into the {place} from {hour} onwards.",
         ),
         "The {place} keeps shorter hours at the weekend than in the week.",
@@ -56,7 +57,7 @@ MATTERS = (
     Matter(
         "How much does a ticket for the {place} cost?",
         (
-            "Admission to the {place} is {price} crowns, and half of that for children.",
+            "A ticket for the {place} costs {price} crowns, and half of that for children.",
             "Adults pay {price} crowns at the entrance of the {place}.",
         ),
         "Groups of ten and more get a fifth off the usual fee at the {place}.",
@@ -65,7 +66,7 @@ MATTERS = (
     Matter(
         "In which year was the {place} founded?",
         (
-            "The {place} goes back to {year}, when two sisters started it.",
+            "The {place} was founded in the year {year} by two sisters.",
             "The first guests came to the {place} in the spring of {year}.",
         ),
         "The {place} celebrated its hundredth birthday some time ago with a parade.",
@@ -74,8 +75,8 @@ MATTERS = (
     Matter(
         "Who manages the {place} today?",
         (
-            "{person} has been in charge of the {place} since last autumn.",
-            "Since last autumn the {place} has been led by {person}.",
+            "Since last autumn the {place} is managed by {person}.",
+            "{person} has been the head of the {place} since last autumn.",
         ),
         "A new head of the {place} was appointed last autumn after a long search.",
         "The {place} manages without a car park today, so people who come walk.",
@@ -83,7 +84,7 @@ MATTERS = (
     Matter(
         "Where is the {place} located?",
         (
-            "You find the {place} at {number} {street}, opposite the old mill.",
+            "The {place} is located at {number} {street}, opposite the old mill.",
             "The address of the {place} is {number} {street}, beside the baker.",
         ),
         "The {place} lies a short walk from the railway station.",
@@ -92,7 +93,7 @@ MATTERS = (
     Matter(
         "Which bus goes to the {place}?",
         (
-            "Line {number} stops in front of the {place} every twenty minutes.",
+            "The bus of line {number} goes to the {place} every twenty minutes.",
             "Take line {number} from the square and get off at the {place}.",
         ),
         "The {place} can be reached by public transport from the main square.",
@@ -101,7 +102,7 @@ MATTERS = (
     Matter(
         "How many visitors does the {place} have in a year?",
         (
-            "About {number} thousand people come to the {place} between January and December.",
+            "In a year the {place} has about {number} thousand visitors.",
             "The {place} counts some {number} thousand guests in twelve months.",
         ),
         "The {place} drew far more people this season than in the one before.",
@@ -110,7 +111,7 @@ MATTERS = (
     Matter(
         "Are dogs allowed in the {place}?",
         (
-            "Four-legged friends may enter the {place} if they are kept on a lead.",
+            "Dogs are allowed in the {place} if they are kept on a lead.",
             "Pets have to wait outside the {place}; only guide animals may come in.",
         ),
         "The {place} has rules for animals, which hang at the entrance.",
@@ -119,7 +120,7 @@ MATTERS = (
     Matter(
         "What is the telephone number of the {place}?",
         (
-            "Call {phone} to speak with the office of the {place}.",
+            "The telephone number of the {place} is {phone}.",
             "The office of the {place} can be rung up on {phone}.",
         ),
         "The office of the {place} answers calls in the morning only.",
@@ -128,7 +129,7 @@ MATTERS = (
     Matter(
         "Why is the {place} shut this month?",
         (
-            "Workers are renewing the roof of the {place}, so nobody may enter for four weeks.",
+            "The {place} is shut this month because its roof is being renewed.",
             "The {place} has had a burst pipe and cannot let anybody in before the first.",
         ),
         "The {place} will welcome guests again as soon as the work is finished.",
@@ -145,9 +146,9 @@ def queries(seed: int = 0) -> list[dict[str, Any]]:
         name, *others = rng.sample(NAMES, 4)
         place = f"{name} {kind}"
         rest = rng.sample([m for m in MATTERS if m is not matter], 4)
-        both = rng.sample(matter.answers, 2)
+        both = matter.answers if i % 3 else matter.answers[::-1]
         documents = [(both[0], place, 2), (matter.open, place, 1), (matter.decoy, place, 0)]
-        documents += [(both[1], place, 2)] if i % 3 == 0 else [(rest[3].open, place, 0)]
+        documents += [(both[1], place, 2)] if i % 4 == 0 else [(rest[3].open, place, 0)]
         documents += [(rng.choice(m.answers), place, 0) for m in rest[:3]]
         documents += [(rng.choice(matter.answers), f"{other} {kind}", 0) for other in others]
         texts = [{"text": _filled(_values(t, p, rng)), "grade": grade} for t, p, grade in documents]
