@@ -82,7 +82,7 @@ class Lazy:
 
 
 def opener(name: str, model: Model, needs: Needs, dtype: str = "auto") -> Callable[[], Backend]:
-    """``open()`` for a backend by name. HookError: unknown, or vLLM is not installed."""
+    """``open()`` for one of :data:`BACKENDS`; opening raises HookError if vLLM is not installed."""
 
     def vllm() -> Backend:
         try:
@@ -98,6 +98,4 @@ def opener(name: str, model: Model, needs: Needs, dtype: str = "auto") -> Callab
 
         return HfBackend(model, dtype)
 
-    if name not in BACKENDS:
-        raise HookError(f"no backend {name!r}; there are {', '.join(BACKENDS)}")
     return vllm if name == "vllm" else hf

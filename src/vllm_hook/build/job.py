@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console
 
 from .. import __version__
+from ..errors import HookError
 from .artifact import Output
-from .backend import Lazy, Needs, opener
+from .backend import BACKENDS, Lazy, Needs, opener
 from .model import Model
 from .records import Source
 from .work import Work
@@ -29,6 +30,10 @@ class Job:
     dtype: str = "auto"
     console: Console | None = None
 
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise HookError(f"no backend {self.backend!r}; there are {', '.join(BACKENDS)}")
+
     def work(self, command: str, data: Mapping[str, Source], **options: Any) -> Work:
         """The work folder; another command, model, data file or option begins a new one."""
         key = {
@@ -43,7 +48,7 @@ class Job:
         return Work(self.output.file, key, self.console)
 
     def open(self, needs: Needs) -> Lazy:
-        """The backend, opened on first use. HookError at once for an unknown name."""
+        """The backend, opened on first use."""
         open_ = opener(self.backend, self.model, needs, self.dtype)
         if self.console is None:
             return Lazy(open_)
