@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ._console import DEMO_MODEL, friendly_errors, model_dtype, model_path, stdout
+from ._console import DEMO_MODEL, friendly_errors, model_dtype, model_path, stderr, stdout
 
 if TYPE_CHECKING:
     from .build.job import Job
@@ -62,7 +64,7 @@ def heads(
       vllm-hook build heads smollm2 -o guard.yaml
       vllm-hook build heads Qwen/Qwen3-8B mine.jsonl --held-out other.jsonl -o guard.yaml
     """
-    with friendly_errors():
+    with _building():
         job = _job(model, out, force, backend, dtype)
         from .build.heads import build_heads, packaged
 
@@ -105,19 +107,20 @@ def rerank_heads(
       vllm-hook build rerank-heads smollm2 -o rerank.yaml
       vllm-hook build rerank-heads Qwen/Qwen3-8B graded.jsonl --method ndcg -o rerank.yaml
     """
-    with friendly_errors():
+    with _building():
         job = _job(model, out, force, backend, dtype)
         from .build.heads import packaged
         from .build.rerank_heads import build_rerank_heads
 
         data = data or packaged("rerank.jsonl")
         result = build_rerank_heads(job, data, held_out, method, top, temperature, share, seed)
-        table = _table(f"Chosen heads (temperature {result.temperature:g})", "head", "S(h)", "nDCG@10")
+        table = _table("Chosen heads", "head", "S(h)", "nDCG@10")
         for i, j in result.heads:
             table.add_row(f"{i}-{j}", f"{result.core[i, j]:.4f}", f"{result.ndcg[i, j]:.4f}")
         console = stdout()
         console.print(table)
         figures = ", ".join(f"{k.replace('_', ' ')} {v:.3f}" for k, v in result.measured.items())
+        console.print(f"temperature of S(h): {result.temperature:g}")
         console.print(f"nDCG@10 of held-out queries: {figures}", soft_wrap=True)
         _written(job)
 
@@ -157,7 +160,7 @@ def vector(
       vllm-hook build vector smollm2 -b list -o list.yaml
       vllm-hook build vector Qwen/Qwen3-8B pairs.jsonl --method clamp --layers 12,16,20 -o calm.yaml
     """
-    with friendly_errors():
+    with _building():
         numbers = _numbers("--strengths", strengths, float)
         wanted = _numbers("--layers", layers, int)
         for name, value, known in (
@@ -209,7 +212,7 @@ def probe(
       vllm-hook build probe smollm2 -o injection-probe.yaml
       vllm-hook build probe Qwen/Qwen3-8B labelled.jsonl --layers 12,16,20 -o truth.yaml
     """
-    with friendly_errors():
+    with _building():
         wanted = _numbers("--layers", layers, int)
         job = _job(model, out, force, backend, dtype)
         from .build.heads import packaged
@@ -222,6 +225,17 @@ def probe(
         console.print(f"held out: AUROC {built.auroc:.3f} (95 % {low:.3f} to {high:.3f}), ", end="")
         console.print(f"accuracy {built.accuracy:.3f}")
         _written(job)
+
+
+@contextmanager
+def _building() -> Iterator[None]:
+    """Errors as everywhere; Ctrl-C says that nothing is lost."""
+    try:
+        with friendly_errors():
+            yield
+    except KeyboardInterrupt:
+        stderr().print("interrupted; the same command goes on from here")
+        raise typer.Exit(130) from None
 
 
 def _job(model: str, out: Path, force: bool, backend: str, dtype: str | None) -> Job:

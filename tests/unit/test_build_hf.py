@@ -115,7 +115,9 @@ def test_an_interrupted_build_continues_and_gives_the_same_files(build, tmp_path
 
     with monkeypatch.context() as patch:
         patch.setattr(HfBackend, name, interrupted)
-        assert build(command, "parts.yaml").exit_code != 0
+        stopped = build(command, "parts.yaml")
+        assert stopped.exit_code == 130
+        assert "the same command goes on from here" in stopped.output
     assert not (tmp_path / "parts.yaml").exists()
     assert not (tmp_path / "parts.safetensors").exists()
     assert (tmp_path / "parts.yaml.work").is_dir()
