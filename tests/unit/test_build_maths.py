@@ -143,11 +143,18 @@ def test_a_probe_finds_the_direction_and_leaves_constants_alone():
 
 def test_cross_validation_tells_signal_from_none():
     pytest.importorskip("sklearn")
-    assert probe.cross_validate(states(40, 6.0), examples(40), 0)[0] > 0.98
-    assert 0.2 < probe.cross_validate(states(40, 0.0), examples(40), 0)[0] < 0.8
+    assert probe.cross_validate(states(40, 6.0), examples(40), 0).auroc > 0.98
+    assert 0.2 < probe.cross_validate(states(40, 0.0), examples(40), 0).auroc < 0.8
     assert probe.cross_validate(states(40, 1.0), examples(40), 3) == probe.cross_validate(
         states(40, 1.0), examples(40), 3
     )
+
+
+def test_of_equal_layers_the_surer_one_ranks_higher():
+    pytest.importorskip("sklearn")
+    far, near = (probe.cross_validate(states(40, shift), examples(40), 0) for shift in (60.0, 9.0))
+    assert far.auroc == near.auroc == 1.0
+    assert far.rank > near.rank
 
 
 def test_folds_do_not_part_groups():
@@ -158,8 +165,8 @@ def test_folds_do_not_part_groups():
     rows = codes.repeat_interleave(4, 0)
     records = [Labelled(i, str(i), labels[i // 4], (), f"g{i // 4}") for i in range(80)]
     alone = [Labelled(i, str(i), labels[i // 4], ()) for i in range(80)]
-    assert probe.cross_validate(rows, alone, 0)[0] > 0.95
-    assert probe.cross_validate(rows, records, 0)[0] < 0.85
+    assert probe.cross_validate(rows, alone, 0).auroc > 0.95
+    assert probe.cross_validate(rows, records, 0).auroc < 0.85
 
 
 def test_the_interval_holds_the_auroc_and_narrows_with_more():

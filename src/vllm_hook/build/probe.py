@@ -89,27 +89,41 @@ def build_probe(
     title = f"states of {len(prompts)} prompts"
     states = torch.stack(work.tensors("states", prompts, CHUNK, lambda p: backend().states(p, rows), title))
     n = len(train)
-    cv: dict[int, tuple[float, float]] = {}
+    cv: dict[int, Validated] = {}
     with progress(f"cross-validation of {len(tried)} layers", len(tried), job.console) as step:
         for layer in tried:
             cv[layer] = cross_validate(states[:n, layer], train, seed)
             step(1)
-    layer = max(tried, key=lambda i: cv[i][0])  # the first of equals
-    probe = fit(states[:n, layer], [r.label for r in train], cv[layer][1])
+    layer = max(tried, key=lambda i: cv[i].rank)  # the first of equals
+    probe = fit(states[:n, layer], [r.label for r in train], cv[layer].penalty)
     logits = logits_of(probe, states[:, layer])
     labels = [r.label for r in held]
     measured, interval = auroc_interval(logits[n:], labels, seed)
     accuracy = float(np.mean([(x > 0) == bool(y) for x, y in zip(logits[n:], labels, strict=True)]))
-    scores = {i: value for i, (value, _) in cv.items()}
-    result = BuiltProbe(layer, cv[layer][1], probe, scores, measured, interval, accuracy, logits)
+    scores = {i: value.auroc for i, value in cv.items()}
+    result = BuiltProbe(layer, cv[layer].penalty, probe, scores, measured, interval, accuracy, logits)
     made = _provenance(job, sources, result, {"seed": seed, "examples": n, "held_out": len(held)})
     publish(job.output, TITLE, made, _program(job, layer), probe.tensors())
     work.done()
     return result
 
 
-def cross_validate(states_Nd: Tensor, records: Sequence[Labelled], seed: int) -> tuple[float, float]:
-    """(AUROC of held-out folds' logits, averaged over folds, and the penalty that gave it).
+@dataclass(frozen=True)
+class Validated:
+    """Means over folds of AUROC and log loss (nats), with the penalty that gave them."""
+
+    auroc: float
+    loss: float
+    penalty: float
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """By AUROC; easy data have many layers at 1, and of these the surest is taken."""
+        return self.auroc, -self.loss
+
+
+def cross_validate(states_Nd: Tensor, records: Sequence[Labelled], seed: int) -> Validated:
+    """The best penalty on held-out folds.
 
     Folds keep groups together. Standardisation is fitted inside each fold.
     """
@@ -127,14 +141,16 @@ def cross_validate(states_Nd: Tensor, records: Sequence[Labelled], seed: int) ->
     ]
     if not parts:
         raise HookError("no fold of the cross-validation has both labels on both sides: give more groups")
-    best = (-1.0, PENALTIES[0])
+    found = []
     for penalty in PENALTIES:
-        values = []
+        values, losses = [], []
         for train, test in parts:
             probe = fit(states_Nd[train], labels[train].tolist(), penalty)
-            values.append(roc_auc_score(labels[test], logits_of(probe, states_Nd[test])))
-        best = max(best, (float(np.mean(values)), penalty), key=lambda pair: pair[0])
-    return best
+            logits = np.array(logits_of(probe, states_Nd[test]))
+            values.append(roc_auc_score(labels[test], logits))
+            losses.append(np.logaddexp(0, np.where(labels[test] == 1, -logits, logits)).mean())
+        found.append(Validated(float(np.mean(values)), float(np.mean(losses)), penalty))
+    return max(found, key=lambda v: v.rank)
 
 
 def fit(states_Nd: Tensor, labels: Sequence[int], penalty: float) -> Probe:
