@@ -90,9 +90,8 @@ def test_a_served_probe_gives_the_values_of_its_training(tmp_path, tiny_dir, mod
     data = tmp_path / "data.jsonl"
     words = ["apple", "river", "stone", "cloud", "paper", "green", "tiger", "bridge", "lemon", "ocean"]
     rows = [
-        {"label": i % 2, "prompt": f"{'Paris is in France' if i % 2 else 'one two three'} {w}"}
+        {"label": i % 2, "prompt": f"{'Paris is in France' if i % 2 else 'one two three'} {w} {i}"}
         for i, w in enumerate(words * 2)
-        if i < 10 or (i // 10 + i) % 2  # no word twice with one label
     ]
     data.write_text("\n".join(map(json.dumps, rows)))
     job = Job(model, Output(tmp_path / "probe.yaml"), "vllm", "float32")
