@@ -188,7 +188,10 @@ def vector(
             table.add_row(str(t.layer), *figures, style=style)
         console = stdout()
         console.print(table)
-        console.print(f"layer {built.layer}, {value} {built.value:.4g}")
+        console.print(
+            f"layer {built.layer}, {value} {built.value:.4g}: "
+            f"score {built.chosen.rate:.2f}, without the edit {built.plain:.2f}"
+        )
         _written(job)
 
 

@@ -68,6 +68,7 @@ class BuiltVector:
     value: float
     tried: list[Tried]
     chosen: Tried
+    plain: float
     separation: dict[int, float]
 
 
@@ -112,7 +113,7 @@ def build_vector(
         for i, v in vectors.items()
     }
     edits = [e for i in layers for e in _edits(options, i, vectors[i], with_[:n, i], without[:n, i])]
-    tried = _sweep(job, work, backend, options, edits, prompts[2 * n :])
+    plain, tried = _sweep(job, work, backend, options, edits, prompts[2 * n :])
     chosen = best(tried)
     if not chosen.fits or chosen.rate <= 0:
         raise HookError(
@@ -121,7 +122,7 @@ def build_vector(
             f"{chosen.repetition:.2f} (layer {chosen.layer}); try other layers, strengths or pairs"
         )
     edit = next(e for e, t in zip(edits, tried, strict=True) if t is chosen)
-    result = BuiltVector(edit.layer, edit.vector, edit.value, tried, chosen, separation)
+    result = BuiltVector(edit.layer, edit.vector, edit.value, tried, chosen, plain, separation)
     shares = (without[:n, edit.layer].norm(dim=-1).mean(), edit.vector.norm())
     extra = {
         "pairs": n,
@@ -188,8 +189,8 @@ def _sweep(
     options: VectorOptions,
     edits: Sequence[Edit],
     held: Sequence[Prompt],
-) -> list[Tried]:
-    """Every setting on the held-out pairs (with and without in turn)."""
+) -> tuple[float, list[Tried]]:
+    """The score without an edit, and every setting on the held-out pairs (with and without in turn)."""
     with_, without = list(held[::2]), list(held[1::2])
 
     def plain() -> dict[str, Any]:
@@ -206,9 +207,9 @@ def _sweep(
         scores = backend().likelihood(without, known["wanted"], edit) if options.shows is None else []
         return {"answers": [asdict(a) for a in answers], "scores": scores}
 
-    def rate(seen: dict[str, Any], after: Outcome) -> float:
+    def rate(scores: Sequence[float], after: Outcome) -> float:
         if options.shows is None:
-            return recovered(known["base"], known["goal"], seen["scores"])
+            return recovered(known["base"], known["goal"], scores)
         pattern = re.compile(options.shows, re.MULTILINE)
         return after.share(lambda text, _ended: pattern.search(text) is not None)
 
@@ -219,10 +220,10 @@ def _sweep(
         for number, edit in enumerate(edits):
             seen = work.value(f"setting-{number:03d}", partial(steered, edit))
             after = _outcome(edit.value, seen["answers"])
-            figures = rate(seen, after), after.growth(before), after.repetition()
+            figures = rate(seen["scores"], after), after.growth(before), after.repetition()
             tried.append(Tried(edit.layer, after, *figures))
             step(1)
-    return tried
+    return rate(known["base"], before), tried
 
 
 def _outcome(strength: float, answers: Sequence[dict[str, Any]]) -> Outcome:
@@ -251,6 +252,7 @@ def _provenance(
         options={**used, **extra},
         measured_by=job.measured_by,
         score=score,
+        score_without=round(result.plain, 3),
         layers=layers,
     )
 
