@@ -14,10 +14,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ._console import friendly_errors, print_problems, stderr, stdout
+from ._console import DEMO_MODEL, friendly_errors, model_dtype, model_path, print_problems, stderr, stdout
+from .cli_build import build_app
 from .errors import HookError, ProgramError
-
-DEMO_MODEL = "smollm2"
 
 app = typer.Typer(
     name="vllm-hook",
@@ -49,6 +48,7 @@ extra "demo", needs no model hub.
 """,
 )
 
+app.add_typer(build_app, name="build")
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face id, folder, or smollm2.")]
 
 
@@ -113,12 +113,12 @@ def check(
             from .describe import cost_hints, memory_text, model_facts, observation_table
             from .runtime.loading import load_program
 
-            facts = model_facts(_model_path(model))
+            facts = model_facts(model_path(model))
             loaded = load_program(file, facts)
         except ProgramError as error:
             print_problems(error)
             raise typer.Exit(1) from None
-        item = 4 if _dtype(model, dtype) in ("float32", "float") else 2
+        item = 4 if model_dtype(model, dtype) in ("float32", "float") else 2
         console.print(f"[green]valid[/green] for {escape(facts.id)}: {loaded.name} {loaded.digest[:12]}")
         console.print(observation_table(loaded.checked, facts, item))
         memory = memory_text(loaded.needs, facts, max_num_seqs, max_num_batched_tokens, item)
@@ -153,7 +153,7 @@ def sites(model: ModelArgument) -> None:
     with friendly_errors():
         from .describe import model_facts, model_line, site_table
 
-        facts = model_facts(_model_path(model))
+        facts = model_facts(model_path(model))
         console = stdout()
         console.print(escape(model_line(facts)), soft_wrap=True)
         console.print(site_table(facts))
@@ -209,9 +209,9 @@ def run(
         items = gather(file, prompt or (), system, chat, prompts)
         if not items:
             raise typer.BadParameter("give --prompt or --prompts", param_hint="--prompt")
-        path = _model_path(model)
+        path = model_path(model)
         load_program(file, model_facts(path))  # says what is wrong before an engine starts
-        engine = {"dtype": _dtype(model, dtype), "max_model_len": max_model_len, "enforce_eager": eager}
+        engine = {"dtype": model_dtype(model, dtype), "max_model_len": max_model_len, "enforce_eager": eager}
         results = generate(path, file, items, max_tokens, **engine)
         console = stdout()
         console.print(result_table(results))
@@ -335,9 +335,9 @@ def bench(
         if has_gpu() if gpu is None else gpu:
             from .bench.gpu import run_gpu
 
-            run_gpu(None if model is None else _model_path(model), rounds or 20, out, stdout(), only)
+            run_gpu(None if model is None else model_path(model), rounds or 20, out, stdout(), only)
             return
-        path = _model_path(model or DEMO_MODEL)
+        path = model_path(model or DEMO_MODEL)
         from . import environment
 
         environment.for_engine(path)
@@ -398,23 +398,6 @@ def demo(
             good = tracker.run_demo(out, rounds, not no_hf, stdout())
         if not good:
             raise typer.Exit(1)
-
-
-# -- models -------------------------------------------------------------------------------------
-
-
-def _model_path(model: str) -> str:
-    """``smollm2`` is the demo's model, made on first use; anything else is taken as it is."""
-    if model != DEMO_MODEL:
-        return model
-    from .demo.model import smollm2
-
-    return str(smollm2())
-
-
-def _dtype(model: str, dtype: str | None) -> str:
-    """The demo's model is float32 on disk, and small; vLLM decides for others."""
-    return dtype or ("float32" if model == DEMO_MODEL else "auto")
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def test_bf16_rows_of_smollm2(smollm2_path, tmp_path):
     save_file({"weight": weight, "bias": torch.tensor([0.5])}, tmp_path / "probe.safetensors")
     program = {
         "schema": 1, "name": "look", "observe": observe,
-        "spans": {"first": {"tokens": [0, 1]}, "rest": {"tokens": [1, 8]}},
+        "spans": {"first": {"tokens": [0, 1]}, "rest": {"tokens": [1, 5]}},
     }  # fmt: skip
     observe["p"]["reduce"]["probe"] = str(tmp_path / "probe.safetensors")
     with hook_llm(smollm2_path, programs=[program], dtype="bfloat16", max_num_batched_tokens=1024) as llm:
@@ -145,7 +145,7 @@ def test_bf16_rows_of_smollm2(smollm2_path, tmp_path):
         assert float(error[:, 1:].max()) <= 0.1
         assert float(cosine.min()) >= 0.995
         probs = want["attention"][[3, 14]].flatten(0, 1)
-        mass = torch.stack([probs[..., 0], probs[..., 1:8].sum(-1)], dim=-1)
+        mass = torch.stack([probs[..., 0], probs[..., 1:5].sum(-1)], dim=-1)
         assert float((out.hook.observed["m"].values - mass).abs().mean()) < 0.05
         n = len(out.prompt_token_ids)
         logit = got[12, n:] @ weight + 0.5
