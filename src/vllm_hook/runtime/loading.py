@@ -26,7 +26,8 @@ from ..tensors import (
     read_scalar,
     read_vector,
 )
-from .edits import CompiledEdits, compile_edits
+from .compiled import CompiledEdits
+from .edit_compile import compile_edits
 
 Loaded = Probe | SaeFeatures | torch.Tensor
 """A probe, features of a sparse autoencoder, a vector f32[width], or a scalar f32[]."""
