@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from ..program.schema import (
 from ..sites import ModelFacts, site
 from ..tensors import Probe, SaeFeatures
 from .compiled import Atom, CompiledEdit, CompiledEdits, Condition, check_size, turned
+from .edit_conflicts import program_conflicts, setter
 
 #: Most edits that one row of one site may be given.
 CHAIN_LIMIT = 64
@@ -39,7 +40,10 @@ def compile_edits(checked: CheckedProgram, tensors: Mapping[str, Any], facts: Mo
     """Raises ProgramError naming the field: a zero direction, two clamps of one direction in conflict."""
     compiler = _Compiler(checked, tensors, facts)
     edits = tuple(compiler.edit(edit) for edit in checked.edits)
-    compiler.refuse_conflicts(edits)
+    selectors = [edit.selectors for edit in checked.edits]
+    setters = [setter(edit.id, edit, compiler.vectors) for edit in edits]
+    for id, conflict in program_conflicts(list(zip(setters, selectors, strict=True))):
+        compiler.wrong(("intervene", id), conflict)
     for edit in edits:
         if not compiler.problems and (problem := check_size(edit, compiler.vectors)) is not None:
             compiler.wrong(("intervene", edit.id), problem)
@@ -174,26 +178,3 @@ class _Compiler:
             path, f"observation {observation.id!r} reads an SAE feature, which cannot gate yet; use a probe"
         )
         return op.LINEAR, "", 0.0
-
-    def refuse_conflicts(self, edits: Sequence[CompiledEdit]) -> None:
-        """Two clamps of one direction at one place: the second would silently undo the first."""
-        seen: dict[tuple[Any, ...], tuple[str, float]] = {}
-        for edit, checked in zip(edits, self.checked.edits, strict=True):
-            for atom in edit.atoms:
-                if (
-                    atom.kind != op.RANK_ONE
-                    or atom.b != -1.0
-                    or atom.u != atom.v
-                    or edit.condition is not None
-                ):
-                    continue
-                for layer in edit.layers:
-                    key = (edit.site, layer, atom.head, atom.u, checked.selectors)
-                    before, target = seen.setdefault(key, (edit.id, atom.a))
-                    if before != edit.id and target != atom.a:
-                        self.wrong(
-                            ("intervene", edit.id),
-                            f"sets the same direction at {edit.site} of layer {layer} to {atom.a:g} that "
-                            f"{before!r} sets to {target:g}; they are in conflict",
-                        )
-                        return

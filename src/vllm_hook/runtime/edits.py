@@ -17,6 +17,7 @@ from ..program.checked import CheckedProgram
 from ..program.resolve import OpenRange, Prompt, ResolvedEdit, ResolvedObservation, ResolvedProgram, union
 from ..sites import ModelFacts, site
 from .compiled import CompiledEdit, CompiledEdits, check_size, with_scalars
+from .edit_conflicts import Setter, refuse_request_conflicts, setter
 from .edit_limits import check_limits
 
 #: Order in which sites are run within a layer.
@@ -49,18 +50,21 @@ def resolve_edits(
 ) -> EditRequest:
     """Interventions of all programs of a request, in order.
 
-    ``scalars``: values by ``id.name`` or ``program/id.name``.
+    ``scalars``: values by ``id.name`` or ``program/id.name``. Raises ProgramError for what cannot be
+    set, and for interventions that set one direction of a row to different values.
     """
     data: list[dict[str, Any]] = []
     first: list[int] = []
     floor: list[int] = []
     vectors: set[tuple[str, str]] = set()
+    setters: list[tuple[Setter | None, ResolvedEdit]] = []
     settings = _assign(uses, scalars)
     for checked, compiled, resolved in uses:
         for edit, rows in zip(compiled.edits, resolved.edits, strict=True):
             edit = with_scalars(edit, settings.get((checked.name, edit.id), {}))
             if (problem := check_size(edit, compiled.vectors)) is not None:
                 raise ProgramError(f"program {checked.name!r}, intervene.{edit.id}", problem)
+            setters.append((setter(f"{checked.name}/{edit.id}", edit, compiled.vectors), rows))
             gate = None
             if edit.condition is not None:
                 gate = _gate(checked, edit, rows, resolved, len(prompt))
@@ -75,6 +79,7 @@ def resolve_edits(
             starts = [a for a, _ in data[-1]["rows"]]
             if starts and any(_affects_kv(edit.site, layer, facts) for layer in edit.layers):
                 first.append(min(starts))
+    refuse_request_conflicts(setters, len(prompt))
     check_limits(data)
     digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
     return EditRequest(
