@@ -96,9 +96,11 @@ def test_methods_that_set_and_methods_that_do_not(t: Tensors) -> None:
         clamp(v, method="add", target=None),
         {**affine, "u": v, "v": v},  # not a unit vector: nothing is set to a value
         {**affine, "b": -0.5, "u": unit, "v": unit},
+        {**affine, "u": unit, "v": t.ref("w")},
         clamp(v, 2.0, when={"observe": "c", "above": 1.0}, positions="generated"),
     ):
         program(a=clamp(v), b=second)
+        program(a=second, b=clamp(v))
 
 
 def test_places(t: Tensors) -> None:
@@ -144,11 +146,12 @@ SELECTORS: list[Any] = [
     {"token_ids": [5, 9]},
     {"token_ids": [10, 400]},
     {"token_ids": [400]},
+    {"range": [-5, 2]},
 ]
 #: What is refused when the program is loaded, by index: all else depends on the prompt, or never meets.
 ALWAYS = {
-    *((0, i) for i in range(19)), *((i, i) for i in range(19)),
-    *((1, i) for i in (3, 4, 5, 6, 7, 8, 9, 10, 14, 15)), (2, 11), (2, 12), (2, 13),
+    *((0, i) for i in range(20)), *((i, i) for i in range(20)),
+    *((1, i) for i in (3, 4, 5, 6, 7, 8, 9, 10, 14, 15, 19)), (2, 11), (2, 12), (2, 13),
     (3, 6), (3, 7), (4, 5), (5, 6), (6, 7), (7, 8), (7, 9), (11, 12), (12, 13),
 }  # fmt: skip
 
@@ -212,6 +215,8 @@ def test_across_the_programs_of_a_request(t: Tensors) -> None:
         told = str(caught.value)
         assert told.startswith("hook.use: 'calm/f' sets the direction that 'guard/e' sets to 1.5 at resid_")
         assert told.endswith("and both act from position 3 on; they are in conflict")
+    with pytest.raises(ProgramError, match="and both act from position 6 on"):
+        request(program("guard", e=clamp(v)), program("calm", f=clamp(v, 2.0, {"token_ids": [400]})))
     for other in (
         clamp(v, 2.0, {"range": [4, 6]}),
         clamp(v, 1.5),
