@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from .edit_conflicts import program_conflicts, setter
 
 #: Most edits that one row of one site may be given.
 CHAIN_LIMIT = 64
+_LARGEST32 = float(np.finfo(np.float32).max)
 
 
 def compile_edits(checked: CheckedProgram, tensors: Mapping[str, Any], facts: ModelFacts) -> CompiledEdits:
@@ -132,20 +134,21 @@ class _Compiler:
         atoms = []
         for i in range(len(e.features)):
             encoder = features.encoder[i]
-            c = float(features.bias[i])
-            if features.centre is not None:
-                c -= float(encoder @ features.centre)
             theta = 0.0 if features.threshold is None else float(features.threshold[i])
             act = op.RELU if features.threshold is None else op.JUMP_RELU
             u, v = self.keep(encoder), self.keep(features.decoder[i])
+            c = preactivation(features, i)
             atoms.append(Atom(u=u, v=v, act=act, a=e.target, b=-1.0, c=c, theta=theta))
         return atoms
 
     def condition(self, path: tuple[str, ...], when: When) -> Condition:
         observation = self.checked.observation(when.observe)
-        kind, u, c = self.reading(path, observation)
         bound = when.above if when.above is not None else when.below
         assert bound is not None
+        if isinstance(observation.reduce, SaeReduction):
+            kind, u, c, bound = self.feature(path, observation, observation.reduce, when, bound)
+        else:
+            kind, u, c = self.reading(path, observation)
         return Condition(
             site=observation.site,
             layer=observation.layers[0],
@@ -173,8 +176,43 @@ class _Compiler:
             ref = reduce.projection if isinstance(reduce, ProjectionReduction) else reduce.cosine
             kind = op.LINEAR if isinstance(reduce, ProjectionReduction) else op.COSINE
             return kind, self.keep(self.unit(path, self.tensors[ref])), 0.0
-        assert isinstance(reduce, SaeReduction)
-        self.wrong(
-            path, f"observation {observation.id!r} reads an SAE feature, which cannot gate yet; use a probe"
-        )
-        return op.LINEAR, "", 0.0
+        raise TypeError(reduce)
+
+    def feature(
+        self, path: tuple[str, ...], observation: Observation, reduce: SaeReduction, when: When, x: float
+    ) -> tuple[int, str, float, float]:
+        """How a condition on one SAE feature reads its row: by the value before the activation, against a
+        bound with which the activation passes ``x`` exactly then."""
+        features: SaeFeatures = self.tensors[f"{reduce.sae}[{reduce.features[0]}]"]
+        theta = None if features.threshold is None else float(features.threshold[0])
+        one_row = observation.selectors == ("last_prompt",)
+        if when.over == "mean" and observation.prompt_only and not one_row:
+            self.wrong((*path, "over"), "the mean of SAE activations cannot gate; take any, all or one row")
+        bound = feature_bound(when.above is not None, x, 0.0 if theta is None else theta)
+        if bound is None:
+            name = "below" if when.above is None else "above"
+            self.wrong((*path, name), f"cannot gate between the feature's threshold, {theta:g}, and 0")
+            bound = 0.0
+        return op.LINEAR, self.keep(features.encoder[0]), preactivation(features, 0), bound
+
+
+def preactivation(features: SaeFeatures, i: int) -> float:
+    """The constant of <encoder, h> + c, with what is subtracted from h first."""
+    c = float(features.bias[i])
+    return c if features.centre is None else c - float(features.encoder[i] @ features.centre)
+
+
+def feature_bound(above: bool, x: float, theta: float) -> float | None:
+    """The bound of a value p before the activation, that passes it exactly when the activation
+    f = (p if p > theta else 0) passes ``x``, both strictly and in float32; None if there is no such bound
+    (``x`` between a negative theta and 0).
+    """
+    x32, theta32 = np.float32(min(max(x, -_LARGEST32), _LARGEST32)), np.float32(theta)
+    if above and x32 >= 0:
+        return float(max(x32, theta32))
+    if not above and x32 > 0:
+        # All p <= theta have f = 0 < x, theta itself too.
+        return float(x32 if x32 > theta32 else np.nextafter(theta32, np.float32(np.inf)))
+    if theta32 < x32 and (above or x32 <= 0):
+        return None
+    return -_LARGEST32  # f >= x: always above, never below

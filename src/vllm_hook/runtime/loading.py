@@ -74,7 +74,8 @@ def _refuse_unavailable(checked: CheckedProgram) -> None:
     for observation in checked.observations:
         if observation.before:
             raise UnsupportedError(
-                f"{checked.source}: observe.{observation.id}.before is not available in this version"
+                f"{checked.source}: observe.{observation.id}.before is not available in this version: rows "
+                "are read after the edits at their site and layer"
             )
     for i, rule in enumerate(checked.rules):
         if rule.do == "stop":
