@@ -155,6 +155,13 @@ def test_layers_of_steering(convert: Any, layer: Any, layers: Any) -> None:
     assert program["intervene"]["steering"]["layers"] == layers
 
 
+def test_what_adjust_rs_ignored(convert: Any) -> None:
+    steering = {"vector_path": "v.pt", "method": "adjust_rs", "apply_at_all_positions": False}
+    program, notes = convert({"steering": steering})
+    assert program["intervene"]["steering"]["positions"] == "all"
+    assert any("adjust_rs acted on every position in spite of it" in note for note in notes)
+
+
 def test_the_vector_is_found_from_where_the_program_will_lie(tmp_path: Path, monkeypatch: Any) -> None:
     """In the working directory, as it was; else beside the configuration."""
     here, config = tmp_path / "here", tmp_path / "configs" / "old.json"

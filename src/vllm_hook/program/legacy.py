@@ -203,8 +203,10 @@ def _steered(section: Mapping[str, Any], method: str, notes: list[str], path: Pa
     if section.get("positions") is not None:
         last = _mode(section, "positions", "steering", path) == "last_token"
     else:
-        # The older adjust_rs acted on every position whatever this said.
-        last = section.get("apply_at_all_positions", True) is False and method != "adjust_rs"
+        last = section.get("apply_at_all_positions", True) is False
+        if last and method == "adjust_rs":
+            notes.append("steering.apply_at_all_positions: adjust_rs acted on every position in spite of it")
+            last = False
     phase = section.get("phase", "both")
     if phase not in ("both", "prefill", "decode"):
         raise ProgramError(str(path), f"steering.phase: {phase!r} is none of both, prefill and decode")
