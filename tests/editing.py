@@ -347,7 +347,8 @@ def compare(
         told["equal"] += 1
     hook = output.outputs[sample].hook
     for name, got in (hook.observed if hook is not None else {}).items():
-        if got.site in want and got.site != "attention" and got.values.ndim > 2:
+        rows = got.values.ndim > 2 and got.values.shape[-1] > 1  # not one number a row
+        if got.site in want and got.site != "attention" and rows:
             layers = [0] if got.site in ("embed", "final_norm") else list(got.layers)
             errors = row_errors(got.values, want[got.site][layers][:, got.positions])
             told["rel"][name.rpartition("/")[2]] = float(errors.max())

@@ -205,7 +205,7 @@ def test_bad_weight_and_ambiguous_names(llm, tensors):
 )
 def test_a_gate_on_an_sae_feature(llm, tiny_reference, tensors, sae, rows, positions, when):
     """Open and shut rows (or requests) in one batch; what it reads is the activation."""
-    reduce = {"sae": tensors.ref("", sae), "features": [2]}
+    reduce = {"sae": tensors.ref("", sae), "features": [0]}
     c = {"site": "resid_post", "layers": [0], "positions": rows, "reduce": reduce}
     edit = {**EDIT, "vector": tensors.ref("v"), "strength": 6.0, "positions": positions}
     program = {"schema": 1, "name": "feature", "observe": {"c": c}}

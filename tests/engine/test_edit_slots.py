@@ -100,7 +100,7 @@ def test_ten_thousand_strengths_over_64_vectors(llm, tiny_reference, tensors):
     assert len(sizes) == 1
     assert served == 10_000
     assert judged >= 190  # of 200; a near tie says nothing
-    assert changed >= 150
+    assert changed >= 100  # of 200: weak strengths leave the token as it is
 
 
 def test_results_that_are_kept_hold_no_slot(llm):
