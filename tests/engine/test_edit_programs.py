@@ -222,6 +222,30 @@ def test_a_gate_on_an_sae_feature(llm, tiny_reference, tensors, sae, rows, posit
     assert 0 < int(opened.sum()) < len(opened)
 
 
+def test_programs_in_conflict_in_one_request(llm, tiny_reference, tensors):
+    """Refused by name where they are used together; each alone, and a request that agrees, is served."""
+    clamp = {"site": "resid_post", "layers": [1], "method": "clamp", "vector": tensors.ref("v")}
+    one, two = (
+        {"schema": 1, "name": name, "intervene": {id: {**clamp, "target": target, "positions": positions}}}
+        for name, id, target, positions in (("one", "e", 5.0, "all"), ("two", "f", -5.0, {"range": [2, 4]}))
+    )
+    llm.load_program(one)
+    llm.load_program(two)
+
+    def run(hook):
+        return llm.generate(token_prompts([9], seed=7), greedy(8), hook=hook, use_tqdm=False)[0]
+
+    with pytest.raises(ProgramError, match=r"'two/f' sets .* 'one/e' sets to 5 .* to -5, .* position 2 on"):
+        run({"use": ["one", "two"]})
+    same = {**two, "intervene": {"f": {**two["intervene"]["f"], "target": 5.0}}}
+    agreed = run({"use": ["one", "two"], "set": {"two/f.target": 5.0}})
+    for out, programs in ((run("one"), [one]), (run("two"), [two]), (agreed, [one, same])):
+        figure = compare(tiny_reference, out, programs, tensors)
+        assert (figure["wrong"], figure["errors"]) == (None, {})
+    for name in ("one", "two"):
+        llm.unload_program(name)
+
+
 def test_a_site_that_is_not_armed_for_edits(llm, tensors):
     before = llm.programs()
     edit = {"site": "attn_out", "layers": [1], "method": "add", "vector": tensors.ref("v")}
