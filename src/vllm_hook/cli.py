@@ -251,7 +251,7 @@ def import_(
 
         from .program.legacy import import_legacy
 
-        program, notes = import_legacy(old)
+        program, notes = import_legacy(old, out.parent if out is not None else None)
         text = yaml.safe_dump(
             program, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
         )
