@@ -17,4 +17,4 @@ def test_kernels_in_the_interpreter():
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    assert done.stdout.count(".") > 60  # one a test

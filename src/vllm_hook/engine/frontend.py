@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from safetensors.torch import save as save_safetensors
@@ -23,7 +24,7 @@ from ..errors import CapacityError, ProgramError, SiteError, UnsupportedError
 from ..program.check import split_span_ref
 from ..program.checked import Observation, tensor_uses
 from ..program.request import RequestSpec, parse_request
-from ..program.resolve import resolve
+from ..program.resolve import ResolvedProgram, resolve
 from ..program.schema import (
     CosineReduction,
     NormReduction,
@@ -33,7 +34,7 @@ from ..program.schema import (
     SaeReduction,
     TokensSpan,
 )
-from ..runtime.edit_limits import ROW_GATES, entries_in_all, entries_of, row_gates
+from ..runtime.edit_limits import ROW_GATES, entries_in_all
 from ..runtime.edits import resolve_edits
 from ..runtime.loading import LoadedProgram, load_program
 from ..runtime.requests import PAYLOAD_KEY, Lane, payload
@@ -64,6 +65,15 @@ class Payload(dict):
             self.release()
 
 
+#: Resolved forms kept for requests that use the same programs in the same way.
+RESOLVED_KEPT = 512
+
+
+def _by_token(resolved: ResolvedProgram) -> bool:
+    """Whether rows were chosen by what the prompt's tokens are."""
+    return any(o.token_ids for o in resolved.observations) or any(e.token_ids for e in resolved.edits)
+
+
 class Frontend:
     """Programs, admission and results of one engine."""
 
@@ -74,6 +84,7 @@ class Frontend:
         self._in_use: Counter[str] = Counter()
         self._vectors: Counter[tuple[str, str]] = Counter()
         self._row_gates = self._entries = 0
+        self._resolved: dict[Any, Context] = {}
         self._running: dict[str, Payload] = {}
         # Requests are admitted on a thread pool, and released wherever their last reference goes.
         self._lock = threading.RLock()
@@ -225,6 +236,12 @@ class Frontend:
             for p in programs
             for name, span in p.checked.spans.items()
         )
+        key = None
+        if not with_text and not overrides:  # then only the length of the prompt matters
+            scalars = tuple(sorted(spec.set.items())) if spec is not None else ()
+            key = (tuple(p.digest for p in programs), len(token_ids), scalars)
+            if key in self._resolved:
+                return replace(self._resolved[key], prompt_ids=tuple(token_ids))
         view = read_prompt(prompt, token_ids, self._inputs.tokenizer, with_text)
         uses = []
         lanes: list[Lane] = []
@@ -239,14 +256,19 @@ class Frontend:
             edits = resolve_edits(plans, spec.set if spec is not None else {}, view, self.settings.facts)
         elif spec is not None and spec.set:
             raise ProgramError("hook.set", f"{next(iter(spec.set))!r} names no intervention in use")
-        return Context(tuple(uses), tuple(lanes), tuple(token_ids), edits)
+        context = Context(tuple(uses), tuple(lanes), tuple(token_ids), edits)
+        if key is not None and not any(_by_token(use.resolved) for use in uses):
+            if len(self._resolved) >= RESOLVED_KEPT:
+                self._resolved.clear()
+            self._resolved[key] = replace(context, prompt_ids=())
+        return context
 
     def _hold(self, context: Context, samples: int) -> Callable[[], Any]:
         """Take the slots of a request; what is returned gives back all that is held for it."""
         edits = context.edits
         vectors = edits.vectors if edits is not None else frozenset()
-        gates = samples * row_gates(edits.data) if edits is not None else 0
-        entries = samples * entries_of(edits.data) if edits is not None else 0
+        gates = samples * edits.gates if edits is not None else 0
+        entries = samples * edits.entries if edits is not None else 0
         with self._lock:
             self._check_slots(vectors, gates, entries)
             self._vectors.update(vectors)

@@ -21,7 +21,7 @@ from ..ops.attention import PagedKeys
 from ..runtime.buffers import SiteBank
 from ..runtime.collect import KeyReader, Record, Taken, collect, split
 from ..runtime.edit_bank import EditBank
-from ..runtime.edit_plan import make_edit_plan
+from ..runtime.edit_plan import EditPlanner
 from ..runtime.edits import ORDER
 from ..runtime.plan import BatchView, StepPlan, make_plan
 from ..runtime.requests import Tracker
@@ -90,6 +90,7 @@ class RunnerHook:
         parts = [(name, layer, part) for (name, layer), part in self.bank.sites.items()]
         decoder.attach(model, sorted(parts, key=lambda p: (p[1], ORDER[p[0]])))
         self.tracker = Tracker(self.edits)
+        self.planner = EditPlanner()
         self.transfer = Transfer(device)
         self._readers: dict[int, KeyReader] = {}
         self._groups: dict[int, int] = {}
@@ -147,7 +148,7 @@ class RunnerHook:
             edited = {r: s.edits for r, s in self.tracker.states.items() if s.edits is not None}
             if edited:
                 seen = {r: s.skip_below for r, s in self.tracker.states.items()}
-                edit_plan = make_edit_plan(view, edited, seen)
+                edit_plan = self.planner.plan(self.tracker.version, view, edited, seen)
                 if edit_plan is not None:
                     self.edits.load(edit_plan, self.adapter.input_ids())
             plan = make_plan(view, self.tracker.states)

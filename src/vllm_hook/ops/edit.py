@@ -15,11 +15,12 @@ All that changes from step to step lies in ``step``, one int32 tensor of fixed a
 packed anew for each step and sent in one copy (:mod:`vllm_hook.runtime.area`). Offsets count int32s
 from its start; floats lie there as their bits::
 
-    site header  [4]   RECORDS, N_RECORDS, LATCHED, N_LATCHED
+    site header  [48]  RECORDS, N_RECORDS, LATCHED, N_LATCHED, the first record, its first two entries
     record       [8]   ROW, DST, ENTRIES, N_ENTRIES, CONDS, N_CONDS       a row of this site, once
     entry        [16]  KIND U V ACT KEEP_NORM HEAD GATE_KIND GATE ROW_GATE  A B C THETA
     condition    [16]  COND_KIND COND_U OVER ABOVE FLAG PER_ROW ROWS N_ROWS  COND_C BOUND COUNT
 
+The copies in the header save a GPU two look-ups, each a trip to memory, where a site has one row.
 ``DST``: where the row goes in the site's buffer, -1 nowhere. ``CONDS`` and ``LATCHED`` are lists of
 offsets of conditions, ``ROWS`` a list of rows. For every record, in this order: the conditions read
 the row as it came, the edits change it, the tap takes what they left.
@@ -42,7 +43,9 @@ ROW, DST, ENTRIES, N_ENTRIES, CONDS, N_CONDS = range(6)
 KIND, U, V, ACT, KEEP_NORM, HEAD, GATE_KIND, GATE, ROW_GATE, A, B, C, THETA = range(13)
 COND_KIND, COND_U, OVER, ABOVE, FLAG, PER_ROW, ROWS, N_ROWS, COND_C, BOUND, COUNT = range(11)
 #: int32s of a site header, a record, an entry and a condition.
-HEADER_SIZE, RECORD_SIZE, ENTRY_SIZE, COND_SIZE = 4, 8, 16, 16
+HEADER_SIZE, RECORD_SIZE, ENTRY_SIZE, COND_SIZE = 48, 8, 16, 16
+#: Where the copies of the first record and of its first entries stand in a header.
+FIRST_RECORD, FIRST_ENTRIES, COPIED_ENTRIES = 4, 12, 2
 
 RANK_ONE, ROTATE = 0, 1
 IDENTITY, RELU, JUMP_RELU = 0, 1, 2
@@ -79,7 +82,7 @@ def run_cpu(
 
     The small integers of the step are handled in numpy, whose calls cost a fraction of torch's.
     """
-    at, n, latched, n_latched = site.tolist()
+    at, n, latched, n_latched = site.numpy()[:FIRST_RECORD].tolist()
     if not n and not n_latched:
         return False
     area = step.numpy()

@@ -11,8 +11,8 @@ changes it; ``vllm_hook::edit(h, residual, fired, live, site, step, buf?, state)
         if dst >= 0: buf[dst] = h[row] (+ residual[row])
     fired[0] += 1, if there was anything to do
 
-h, residual: [T, D] (any row stride); fired: int32 [1]; live: int32 [1] on the host; site: int32
-[4], a view of step: int32; buf: [capacity, D].
+h, residual: [T, D] (any row stride); fired: int32 [1]; live: int32 [1] on the host; site: int32, the
+site's header, a view of step: int32; buf: [capacity, D].
 
 ``live`` is the host's word on whether any site acts in this step. Where Python runs, on CPU and in
 steps without CUDA graphs, an idle step launches nothing at all. While a graph is captured it says

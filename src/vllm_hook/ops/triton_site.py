@@ -11,6 +11,9 @@ them, so they are a launch of their own (steps that have any run without CUDA gr
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,28 +44,37 @@ def _value(x, bank, step, cond, d, width):
 
 
 @triton.jit
-def _change(x, bank, step, entry, d, width, inside):
-    """What one entry adds to a row."""
-    kind = tl.load(step + entry)
+def _vector(bank, step, entry, which, d, width, mask, e, n_entries):
+    """u (1) or v (2) of the e-th entry, spread over the row: zero outside the entry's head."""
     at = d - tl.load(step + entry + 5) * width
-    u = tl.load(bank + tl.load(step + entry + 1).to(tl.int64) * width + at, mask=inside, other=0.0)
-    v = tl.load(bank + tl.load(step + entry + 2).to(tl.int64) * width + at, mask=inside, other=0.0)
-    act, keep = tl.load(step + entry + 3), tl.load(step + entry + 4)
+    slot = tl.load(step + entry + which).to(tl.int64)
+    inside = mask & (at >= 0) & (at < width) & (d * 0 + e < n_entries)
+    return tl.load(bank + slot * width + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _change(x, u, v, step, entry, d, width, mask):
+    """What one entry adds to a row."""
+    kind, act, keep = tl.load(step + entry), tl.load(step + entry + 3), tl.load(step + entry + 4)
     a, b = _float(step, entry + 9), _float(step, entry + 10)
-    score = tl.sum(x * u, 0) + _float(step, entry + 11)
-    floor = tl.where(act == 2, _float(step, entry + 12), 0.0)
-    score = tl.where((act == 0) | (score > floor), score, 0.0)
-    second = tl.sum(x * v, 0)
-    length = tl.sqrt(score * score + second * second)
-    along = tl.where(kind == 1, length * a - score, 0.0)
-    across = tl.where(kind == 1, length * b - second, a + b * score)
-    change = along * u + across * v
+    change = a * v
+    if (kind == 1) | (b != 0.0):
+        score = tl.sum(x * u, 0) + _float(step, entry + 11)
+        if act != 0:
+            floor = tl.where(act == 2, _float(step, entry + 12), 0.0)
+            score = tl.where(score > floor, score, 0.0)
+        if kind == 1:
+            second = tl.sum(x * v, 0)
+            length = tl.sqrt(score * score + second * second)
+            change = (length * a - score) * u + (length * b - second) * v
+        else:
+            change = (a + b * score) * v
     if keep != 0:
-        old = tl.where(inside, x, 0.0)
+        at = d - tl.load(step + entry + 5) * width
+        old = tl.where(mask & (at >= 0) & (at < width), x, 0.0)
         moved = old + change
         scale = tl.sqrt(tl.sum(old * old, 0)) / tl.maximum(tl.sqrt(tl.sum(moved * moved, 0)), 1e-30)
-        any_change = tl.max(tl.abs(change), 0) > 0
-        change = tl.where(any_change, moved * scale - old, change)
+        change = tl.where(tl.max(tl.abs(change), 0) > 0, moved * scale - old, change)
     return change
 
 
@@ -100,13 +112,31 @@ def _site_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_BUF: tl.constexpr,
     HAS_STATE: tl.constexpr,
+    launch_pdl: tl.constexpr,
 ):
     j = tl.program_id(0)
-    if j < tl.load(site + 1):
-        record = tl.load(site) + j * 8
-        row = tl.load(step + record).to(tl.int64)
-        d = tl.arange(0, BLOCK)
-        mask = d < D
+    d = tl.arange(0, BLOCK)
+    mask = d < D
+    # Tables and vectors do not depend on the kernel before this one: they are fetched while it ends.
+    n = tl.load(step + site + 1)
+    if j == 0:
+        record = site + 4
+        entries = site + 12
+        n_entries = tl.load(step + record + 3)
+    else:
+        record = tl.load(step + site) + j * 8 * (j < n).to(tl.int32)
+        entries = tl.load(step + record + 2)
+        n_entries = tl.load(step + record + 3) * (j < n).to(tl.int32)
+    row = tl.load(step + record).to(tl.int64)
+    dst = tl.load(step + record + 1).to(tl.int64)
+    if HAS_STATE:
+        u_0 = _vector(bank, step, entries, 1, d, width, mask, 0, n_entries)
+        v_0 = _vector(bank, step, entries, 2, d, width, mask, 0, n_entries)
+        u_1 = _vector(bank, step, entries + 16, 1, d, width, mask, 1, n_entries)
+        v_1 = _vector(bank, step, entries + 16, 2, d, width, mask, 1, n_entries)
+    if launch_pdl:
+        tl.extra.cuda.gdc_wait()
+    if j < n:
         own = tl.load(h + row * h_row + d, mask=mask, other=0.0).to(tl.float32)
         rest = tl.zeros([BLOCK], dtype=tl.float32)
         if HAS_RESIDUAL:
@@ -123,24 +153,31 @@ def _site_kernel(
                 tl.store(row_flags + flag * flag_rows + row, holds.to(tl.float32))
             if n_conds > 0:
                 tl.debug_barrier()
-            entries, n_entries = tl.load(step + record + 2), tl.load(step + record + 3)
             delta = tl.zeros([BLOCK], dtype=tl.float32)
-            for e in range(n_entries):
-                entry = entries + e * 16
-                head = tl.load(step + entry + 5)
-                inside = mask & (d >= head * width) & (d < (head + 1) * width)
-                change = _change(x, bank, step, entry, d, width, inside)
-                open = _open(step, entry, row, flags, row_flags, flag_rows)
-                change = tl.where(inside & (open != 0), change, 0.0)
-                x += change
+            if n_entries > 0:
+                change = _change(x, u_0, v_0, step, entries, d, width, mask)
+                delta = tl.where(_open(step, entries, row, flags, row_flags, flag_rows) != 0, change, 0.0)
+            if n_entries > 1:
+                change = _change(x + delta, u_1, v_1, step, entries + 16, d, width, mask)
+                change = tl.where(
+                    _open(step, entries + 16, row, flags, row_flags, flag_rows) != 0, change, 0.0
+                )
                 delta += change
+            if n_entries > 2:
+                others = tl.load(step + record + 2)
+                for e in range(2, n_entries):
+                    entry = others + e * 16
+                    u = _vector(bank, step, entry, 1, d, width, mask, e, n_entries)
+                    v = _vector(bank, step, entry, 2, d, width, mask, e, n_entries)
+                    change = _change(x + delta, u, v, step, entry, d, width, mask)
+                    change = tl.where(_open(step, entry, row, flags, row_flags, flag_rows) != 0, change, 0.0)
+                    delta += change
             if n_entries > 0:
                 # A row that did not change keeps its bits, also the sign of a zero.
                 new = tl.where(delta == 0.0, own, own + delta).to(h.dtype.element_ty)
                 tl.store(h + row * h_row + d, new, mask=mask)
                 own = new.to(tl.float32)
-        if HAS_BUF:
-            dst = tl.load(step + record + 1).to(tl.int64)
+        if HAS_BUF:  # known when it is compiled  # noqa: SIM102
             if dst >= 0:
                 tl.store(buf + dst * D + d, (own + rest).to(buf.dtype.element_ty), mask=mask)
         if j == 0:
@@ -165,8 +202,8 @@ def _latched_kernel(
 ):
     d = tl.arange(0, BLOCK)
     mask = d < D
-    for i in range(tl.program_id(0), tl.load(site + 3), tl.num_programs(0)):
-        cond = tl.load(step + tl.load(site + 2) + i)
+    for i in range(tl.program_id(0), tl.load(step + site + 3), tl.num_programs(0)):
+        cond = tl.load(step + tl.load(step + site + 2) + i)
         over, above = tl.load(step + cond + 2), tl.load(step + cond + 3)
         flag = tl.load(step + cond + 4)
         rows, n_rows = tl.load(step + cond + 6), tl.load(step + cond + 7)
@@ -207,20 +244,29 @@ def launch_site(
     if h.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
         raise UnsupportedError("a site needs rows whose columns are neighbours")
     block = triton.next_power_of_2(width)
-    warps = 8 if block >= 2048 else 4
+    warps = 16 if block >= 8192 else 8 if block >= 2048 else 4
     other = h if residual is None else residual
     bank = fired if state is None else state.bank
     flags, row_flags = (fired, fired) if state is None else (state.flags, state.row_flags)
     inner = width if state is None else bank.shape[1]
+    at = (site.data_ptr() - step.data_ptr()) // 4
+    if not 0 <= at < step.numel():
+        raise UnsupportedError("a site's header is not part of the step's tables: something copied it")
     if state is not None and latched:
         _latched_kernel[(_LATCHED_PROGRAMS,)](
-            h, h.stride(0), other, other.stride(0), site, step, flags, state.acc, bank, width, inner,
+            h, h.stride(0), other, other.stride(0), at, step, flags, state.acc, bank, width, inner,
             BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=warps,
         )  # fmt: skip
     programs = tokens if state is not None or buf is None else min(tokens, buf.shape[0])
     _site_kernel[(programs,)](
-        h, h.stride(0), other, other.stride(0), fired, site, step, fired if buf is None else buf,
+        h, h.stride(0), other, other.stride(0), fired, at, step, fired if buf is None else buf,
         flags, row_flags, row_flags.stride(0), bank, width, inner,
         BLOCK=block, HAS_RESIDUAL=residual is not None, HAS_BUF=buf is not None,
-        HAS_STATE=state is not None, num_warps=warps,
+        HAS_STATE=state is not None, num_warps=warps, launch_pdl=_early_launch(h.device),
     )  # fmt: skip
+
+
+@cache
+def _early_launch(device: torch.device) -> bool:
+    """Whether a kernel may start while the one before it ends (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -66,12 +66,17 @@ class StepArea:
         self._sent: list[torch.cuda.Event | None] = [None] * pieces
         self._turn = 0
         self._dirty = False
+        self._kind = 1
+        self._last: tuple[StepPlan | None, EditPlan | None] | None = None
 
     def bytes(self) -> int:
         return self.step.numel() * 4
 
     def load(self, taps: StepPlan | None, edits: EditPlan | None) -> None:
         """Make the sites follow these plans in the next forward pass."""
+        if self._same(taps, edits):
+            self.live.fill_(self._kind)
+            return
         self._turn = (self._turn + 1) % len(self._host)
         if (event := self._sent[self._turn]) is not None:
             event.synchronize()
@@ -84,8 +89,25 @@ class StepArea:
             self.step[: packer.end].copy_(host[: packer.end], non_blocking=True)
             event = self._sent[self._turn] = self._sent[self._turn] or torch.cuda.Event()
             event.record()
-        self.live.fill_(2 if packer.latched else 1)
+        self._kind = 2 if packer.latched else 1
+        self.live.fill_(self._kind)
         self._dirty = True
+        self._last = taps, edits
+
+    def _same(self, taps: StepPlan | None, edits: EditPlan | None) -> bool:
+        """Whether the device still holds exactly these tables."""
+        if not self._on_device or not self._dirty or self._last is None:
+            return False
+        old_taps, old_edits = self._last
+        if edits is not old_edits or (taps is None) != (old_taps is None):
+            return False
+        if taps is None or old_taps is None:
+            return True
+        return (
+            taps.table_of == old_taps.table_of
+            and len(taps.tables) == len(old_taps.tables)
+            and all(map(np.array_equal, taps.tables, old_taps.tables))
+        )
 
     def set_live(self, live: bool) -> None:
         """Whether ops launch at all; their tables may be empty."""
@@ -104,16 +126,18 @@ class StepArea:
         if self._dirty:
             self.step[: op.HEADER_SIZE * len(self.places)].zero_()
             self._dirty = False
+            self._last = None
 
     def probe(self) -> None:
         """Every site takes row 0 and changes nothing: shows that its op runs at all."""
         host = np.zeros(op.HEADER_SIZE * len(self.places) + op.RECORD_SIZE, dtype=np.int32)
         at = op.HEADER_SIZE * len(self.places)
         for i in range(len(self.places)):
-            host[op.HEADER_SIZE * i : op.HEADER_SIZE * i + 2] = at, 1
+            host[op.HEADER_SIZE * i : op.HEADER_SIZE * i + 2] = at, 1  # a record of zeros, here as well
         self.step[: len(host)].copy_(torch.from_numpy(host))
         self.live.fill_(1)
         self._dirty = True
+        self._last = None
 
 
 class _Packer:
@@ -124,7 +148,7 @@ class _Packer:
         self.latched = False
         self.chain_at = self.chain_n = np.empty(0, dtype=np.int32)
         self.cond_at = np.empty(0, dtype=np.int32)
-        self._tables: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
+        self._tables: dict[tuple[int, int, int], np.ndarray] = {}
 
     def put(self, values: np.ndarray) -> int:
         """Append int32s; where they start."""
@@ -172,7 +196,8 @@ class _Packer:
         edited: tuple[np.ndarray, np.ndarray] | None,
         plan: EditPlan | None,
         cond: int,
-    ) -> tuple[int, int, int, int]:
+    ) -> np.ndarray:
+        """The header of a site that follows these tables."""
         latched, by_row, which = self._conditions(plan, cond)
         parts = [
             rows for rows in (taken, edited[0] if edited is not None else None, by_row) if rows is not None
@@ -193,7 +218,14 @@ class _Packer:
             at = _find(rows, own)
             records[at, op.CONDS] = start + first
             records[at, op.N_CONDS] = count
-        return self.put(records), len(rows), *latched
+        header = np.zeros(op.HEADER_SIZE, dtype=np.int32)
+        header[: op.FIRST_RECORD] = self.put(records), len(rows), *latched
+        if len(rows):
+            header[op.FIRST_RECORD : op.FIRST_ENTRIES] = records[0]
+            at = records[0, op.ENTRIES]
+            copied = op.ENTRY_SIZE * min(op.COPIED_ENTRIES, records[0, op.N_ENTRIES])
+            header[op.FIRST_ENTRIES : op.FIRST_ENTRIES + copied] = self.out[at : at + copied]
+        return header
 
     def _conditions(
         self, plan: EditPlan | None, cond: int

@@ -128,12 +128,17 @@ class EditState:
         own = {e.gate.flag: e.gate for e in self.edits if e.gate is not None}
         self.gates = tuple(own.values())
         self.filtered = tuple(e for e in self.edits if e.filters)
-        ends = [x for e in self.edits for a, b in e.rows for x in (a, b) if x is not None]
+        ranges = [r for e in self.edits for r in e.rows] + [r for gate in self.gates for r in gate.rows]
+        ends = [x for r in ranges for x in r if x is not None]
         self.steady_from = max(ends, default=0)
         self.steady = tuple(
             tuple(k for k, m in enumerate(members) if any(b is None for _, b in self.edits[m].rows))
             for _, members in self.groups
         )
+
+    def is_steady(self, position: int) -> bool:
+        """Whether all rows from ``position`` on are treated alike, whatever their tokens."""
+        return not self.filtered and not self.attends and position >= self.steady_from
 
     def decides_from(self, position: int) -> bool:
         """Whether a condition that is decided once may read rows from ``position`` on."""
@@ -162,6 +167,29 @@ class EditPlan:
     token_rows: tuple[TokenRows, ...]
     row_flags: tuple[int, ...]
     attends: Mapping[int, Sequence[AttendPiece]]
+
+
+class EditPlanner:
+    """Plans steps, and keeps the last plan: while the same requests decode on, nothing of it changes."""
+
+    def __init__(self) -> None:
+        self._key: tuple[int, list[str], list[int]] | None = None
+        self._plan: EditPlan | None = None
+
+    def plan(
+        self, version: int, view: BatchView, states: Mapping[str, EditState], seen: Mapping[str, int]
+    ) -> EditPlan | None:
+        """As :func:`make_edit_plan`. ``version`` changes whenever a request comes or goes."""
+        key = (version, list(view.req_ids), list(view.starts))
+        if key == self._key:
+            return self._plan
+        plan = make_edit_plan(view, states, seen)
+        steady = all(
+            (state := states.get(req_id)) is None or state.is_steady(int(first))
+            for req_id, first in zip(view.req_ids, view.first, strict=True)
+        )
+        self._key, self._plan = (key, plan) if steady else (None, None)
+        return plan
 
 
 def make_edit_plan(

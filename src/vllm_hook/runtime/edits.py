@@ -18,7 +18,7 @@ from ..program.resolve import OpenRange, Prompt, ResolvedEdit, ResolvedObservati
 from ..sites import ModelFacts, site
 from .compiled import CompiledEdit, CompiledEdits, check_size, with_scalars
 from .edit_conflicts import Setter, refuse_request_conflicts, setter
-from .edit_limits import check_limits
+from .edit_limits import check_limits, entries_of, row_gates
 
 #: Order in which sites are run within a layer.
 _IN_ORDER = "embed resid_pre q k v attention z attn_out resid_mid mlp_out resid_post final_norm"
@@ -32,7 +32,7 @@ class EditRequest:
 
     ``vectors`` are (kind of site, digest). ``first``: the first position whose keys and values differ
     from an unedited run, None if none do. ``floor``: the first position at which a condition is
-    decided once, and so has to be run.
+    decided once, and so has to be run. ``gates`` and ``entries``: what it holds of the limits.
     """
 
     data: list[dict[str, Any]]
@@ -40,6 +40,8 @@ class EditRequest:
     first: int | None
     vectors: frozenset[tuple[str, str]]
     floor: int | None
+    gates: int = 0
+    entries: int = 0
 
 
 def resolve_edits(
@@ -83,7 +85,13 @@ def resolve_edits(
     check_limits(data)
     digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
     return EditRequest(
-        data, digest, min(first) if first else None, frozenset(vectors), min(floor) if floor else None
+        data,
+        digest,
+        min(first) if first else None,
+        frozenset(vectors),
+        min(floor) if floor else None,
+        row_gates(data),
+        entries_of(data),
     )
 
 

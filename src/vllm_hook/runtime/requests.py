@@ -75,9 +75,11 @@ class Tracker:
     tensors: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
     vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     states: dict[str, RequestState] = field(default_factory=dict)
+    version: int = 0  # counts what came, went and came back
 
     def add(self, req_id: str, extra_args: Mapping[str, Any] | None, known_tokens: int) -> None:
         """A request enters the batch, for the first time or again after preemption."""
+        self.version += 1
         if req_id in self.states:
             self.resume(req_id, known_tokens)
             return
@@ -91,12 +93,14 @@ class Tracker:
         """Rows taken before stay valid while their token is known. The last known token was sampled and
         not fed yet: a row taken there belongs to a rejected draft. Later ones may be sampled anew."""
         state = self.states.get(req_id)
+        self.version += 1
         if state is not None:
             state.skip_below = min(state.high, max(known_tokens - 1, 0))
 
     def finish(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
             state = self.states.pop(req_id, None)
+            self.version += state is not None
             if state is not None and state.edits is not None:
                 self.bank.release(state.edits)
 
