@@ -60,7 +60,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+        module = import_module(f".{_LAZY[name]}", __name__)
+        return module if name == _LAZY[name] else getattr(module, name)  # the module `rerank` can be called
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -5,8 +5,10 @@ prompt holds the documents and then the query; a second one with the query "N/A"
 but its last tokens from the prefix cache. No token is generated for the score: the engine may hold only the
 layers up to that of the last chosen head.
 
-    llm = rerank.engine("model", heads=[(8, 3), (12, 0)])
-    for hit in vllm_hook.rerank(llm, "who painted it?", documents, heads=[(8, 3), (12, 0)], top_k=3):
+    from vllm_hook.rerank import engine, rerank
+
+    llm = engine("model", heads=[(8, 3), (12, 0)])
+    for hit in rerank(llm, "who painted it?", documents, heads=[(8, 3), (12, 0)], top_k=3):
         print(hit.score, hit.text)
 """
 
