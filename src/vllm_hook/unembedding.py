@@ -23,6 +23,10 @@ from safetensors.torch import save_file
 from .errors import ProgramError
 
 FORMAT = "vllm-hook-unembedding/1"
+#: Tokens whose rows are held in float32 at a time.
+VOCABULARY_BLOCK = 16384
+#: These store the weight of their norms less 1.
+LESS_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Unembedding:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.norm.float()
         if self.norm_bias is not None:
             x = x + self.norm_bias.float()
-        logits = (x @ self.unembed.float().T) / self.divide
+        parts = [x @ block.float().T for block in self.unembed.split(VOCABULARY_BLOCK)]
+        logits = torch.cat(parts, -1) / self.divide
         return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
 
@@ -87,8 +92,8 @@ def extract(folder: str | Path, out: str | Path) -> Path:
     norm = _one(folder, names, ("model.norm.weight", "model.final_layernorm.weight", "norm.weight"))
     head = None if config.get("tie_word_embeddings") else _find(names, ("lm_head.weight",))
     unembed = _one(folder, names, (head,) if head else ("embed_tokens.weight",))
-    if str(config.get("model_type", "")).startswith("gemma"):
-        norm = norm.float() + 1  # Gemma stores the weight less 1
+    if config.get("model_type") in LESS_ONE:
+        norm = norm.float() + 1
     tensors = {
         "norm": norm,
         "unembed": unembed,

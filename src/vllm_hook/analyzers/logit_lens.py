@@ -25,6 +25,9 @@ from ..unembedding import Unembedding
 from ._common import single
 from .base import AnalyzerOptions, Spans
 
+#: Rows whose logits are held at a time.
+ROWS = 64
+
 
 def read(path: str) -> Unembedding:
     """The file's content, kept while the file stays as it is: it is large, and every request needs it."""
@@ -50,8 +53,10 @@ def _readable(path: str) -> str:
 
 def top_tokens(states: torch.Tensor, lens: Unembedding, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``[L, P, d]`` -> probabilities ``[L, P, k]`` float32 and token ids ``[L, P, k]``, best first."""
-    found = [torch.softmax(lens.logits(layer), -1).topk(k, -1) for layer in states]
-    return torch.stack([f.values for f in found]), torch.stack([f.indices for f in found])
+    rows = states.flatten(0, 1)
+    found = [torch.softmax(lens.logits(some), -1).topk(k, -1) for some in rows.split(ROWS)]
+    shape = (*states.shape[:2], k)
+    return torch.cat([f.values for f in found]).view(shape), torch.cat([f.indices for f in found]).view(shape)
 
 
 def settled(best: torch.Tensor, layers: Sequence[int]) -> list[int]:
