@@ -164,7 +164,7 @@ def read_heads(source: Any) -> list[Head] | None:
     if isinstance(source, (str, Path)):
         path = Path(source)
         if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
-            return _heads_of_program(path)
+            return _heads_of_program(source)
         try:
             source = [tuple(map(int, pair.split("-"))) for pair in str(source).split(",")]
         except ValueError:
@@ -177,13 +177,13 @@ def read_heads(source: Any) -> list[Head] | None:
     return [(layer, head) for layer, head in pairs]
 
 
-def _heads_of_program(path: Path) -> list[Head]:
+def _heads_of_program(source: str | Path) -> list[Head]:
     from .program.load import load
 
-    for observe in load(path).program.observe.values():
+    for observe in load(source).program.observe.values():
         if observe.site in ("attention", "attention_mass") and observe.heads:
             return [(int(p[0]), int(p[1])) for p in observe.heads if isinstance(p, tuple)]
-    raise HookError(f"{path}: observes no attention of chosen heads")
+    raise HookError(f"{source}: observes no attention of chosen heads")
 
 
 def _loaded(llm: HookLLM, heads: Heads) -> str:

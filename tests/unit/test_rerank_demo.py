@@ -22,9 +22,9 @@ def data(tmp_path):
 
 def test_ndcg_by_hand():
     grades = [2, 0, 1]
-    best = 2 / 1 + 1 / math.log2(3)
+    best = 3 / 1 + 1 / math.log2(3)
     assert demo.ndcg([0, 2, 1], grades) == 1.0
-    assert demo.ndcg([1, 2, 0], grades) == pytest.approx((1 / math.log2(3) + 2 / 2) / best)
+    assert demo.ndcg([1, 2, 0], grades) == pytest.approx((1 / math.log2(3) + 3 / 2) / best)
     assert demo.ndcg([0, 2, 1], grades, cut=1) == 1.0
     assert demo.ndcg([1, 0, 2], grades, cut=1) == 0.0
 

@@ -97,10 +97,10 @@ def _record(line: str, where: str, chance: random.Random) -> Record:
 
 
 def ndcg(order: Sequence[int], grades: Sequence[float], cut: int = CUT) -> float:
-    """Normalised discounted cumulative gain at ``cut`` with linear gains, as trec_eval has it."""
+    """Normalised discounted cumulative gain at ``cut``: gain 2^grade - 1, discount 1 / log2(rank + 1)."""
 
     def gain(values: Sequence[float]) -> float:
-        return sum(g / math.log2(i + 2) for i, g in enumerate(values[:cut]))
+        return sum((2**g - 1) / math.log2(i + 2) for i, g in enumerate(values[:cut]))
 
     best = gain(sorted(grades, reverse=True))
     return gain([grades[i] for i in order]) / best if best else 0.0
