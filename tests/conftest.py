@@ -23,6 +23,13 @@ os.environ.update(
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
+import torch
+
+#: With a GPU the same tests run there: compiled, with CUDA graphs, on the V2 model runner.
+GPU = torch.cuda.is_available()
+if GPU:
+    os.environ.setdefault("VLLM_FLOAT32_MATMUL_PRECISION", "highest")  # as exact as fp32 can be
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 #: Arms every site of every layer for every row.
 EVERY_SITE = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z")
@@ -37,6 +44,15 @@ TINY_ENGINE: dict[str, Any] = {
 }
 
 
+#: What replaces or joins the settings of a test's engine on a GPU.
+GPU_ENGINE: dict[str, Any] = {
+    "enforce_eager": False,
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 1 << 30,
+    "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
+}
+
+
 def stop_engine(llm: Any) -> None:
     """Shut a ``HookLLM`` or ``vllm.LLM`` down, but not the process groups, which other engines of this
     process share."""
@@ -48,10 +64,10 @@ def stop_engine(llm: Any) -> None:
 
 @contextmanager
 def hook_llm(model: str | Path, **kwargs: Any) -> Iterator[Any]:
-    """A ``HookLLM`` on a tiny model, eager and float32 unless said otherwise."""
+    """A ``HookLLM`` on a tiny model, float32 unless said otherwise; eager on a CPU."""
     from vllm_hook.llm import HookLLM
 
-    llm = HookLLM(str(model), **{**TINY_ENGINE, **kwargs})
+    llm = HookLLM(str(model), **{**TINY_ENGINE, **kwargs, **(GPU_ENGINE if GPU else {})})
     try:
         yield llm
     finally:

@@ -89,11 +89,7 @@ def method(edit: Mapping[str, Any], tensors: Mapping[str, Any], x_D: Tensor) -> 
     elif kind == "sae":
         file = tensors[edit["sae"]]
         for f in edit["features"]:
-            centre = 0.0 if "threshold" in file else file["b_dec"]  # as the common releases do it
-            score = (y - centre) @ file["W_enc"][:, f] + file["b_enc"][f]
-            floor = file["threshold"][f] if "threshold" in file else 0.0
-            act = torch.where(score > floor, score, torch.zeros_like(score))
-            y = y + (edit["target"] - act)[..., None] * file["W_dec"][f]
+            y = y + (edit["target"] - activation(file, f, y))[..., None] * file["W_dec"][f]
     else:
         raise KeyError(kind)
     if edit.get("keep_norm"):
@@ -101,11 +97,22 @@ def method(edit: Mapping[str, Any], tensors: Mapping[str, Any], x_D: Tensor) -> 
     return y
 
 
+def activation(file: Mapping[str, Tensor], feature: int, x_D: Tensor) -> Tensor:
+    """Of a feature of a sparse autoencoder."""
+    centre = 0.0 if "threshold" in file else file["b_dec"]  # as the common releases do it
+    score = (x_D - centre) @ file["W_enc"][:, feature] + file["b_enc"][feature]
+    floor = file["threshold"][feature] if "threshold" in file else 0.0
+    return torch.where(score > floor, score, torch.zeros_like(score))
+
+
 def reading(reduce: Mapping[str, Any], tensors: Mapping[str, Any], x_D: Tensor) -> Tensor:
     """The number that a condition reads of each row."""
     (kind, ref), *_ = reduce.items()
     if kind == "norm":
         return x_D.norm(dim=-1)
+    if kind == "sae":
+        (feature,) = reduce["features"]
+        return activation(tensors[ref], feature, x_D)
     if kind == "probe":
         p = tensors[ref]
         return ((x_D - p["mean"]) / p["scale"]) @ p["weight"] + p["bias"][0]
@@ -340,7 +347,8 @@ def compare(
         told["equal"] += 1
     hook = output.outputs[sample].hook
     for name, got in (hook.observed if hook is not None else {}).items():
-        if got.site in want and got.site != "attention" and got.values.ndim > 2:
+        rows = got.values.ndim > 2 and got.values.shape[-1] > 1  # not one number a row
+        if got.site in want and got.site != "attention" and rows:
             layers = [0] if got.site in ("embed", "final_norm") else list(got.layers)
             errors = row_errors(got.values, want[got.site][layers][:, got.positions])
             told["rel"][name.rpartition("/")[2]] = float(errors.max())

@@ -11,6 +11,8 @@ from rich.markup import escape
 
 from .errors import HookError, ProgramError
 
+DEMO_MODEL = "smollm2"
+
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
@@ -38,3 +40,17 @@ def print_problems(error: ProgramError) -> None:
     console.print(f"[bold red]invalid[/bold red]: {escape(error.source)}, {count}", soft_wrap=True)
     for problem in error.problems:
         console.print(f"  {escape(str(problem))}", soft_wrap=True)
+
+
+def model_path(model: str) -> str:
+    """``smollm2`` is the demo's model, made on first use; anything else is taken as it is."""
+    if model != DEMO_MODEL:
+        return model
+    from .demo.model import smollm2
+
+    return str(smollm2())
+
+
+def model_dtype(model: str, dtype: str | None) -> str:
+    """The demo's model is float32 on disk, and small; vLLM decides for others."""
+    return dtype or ("float32" if model == DEMO_MODEL else "auto")

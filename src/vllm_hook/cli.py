@@ -14,10 +14,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ._console import friendly_errors, print_problems, stderr, stdout
+from ._console import DEMO_MODEL, friendly_errors, model_dtype, model_path, print_problems, stderr, stdout
+from .cli_build import build_app
 from .errors import HookError, ProgramError
-
-DEMO_MODEL = "smollm2"
 
 app = typer.Typer(
     name="vllm-hook",
@@ -51,6 +50,7 @@ extra "demo", needs no model hub.
 """,
 )
 
+app.add_typer(build_app, name="build")
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face id, folder, or smollm2.")]
 
 
@@ -115,12 +115,12 @@ def check(
             from .describe import cost_hints, memory_text, model_facts, observation_table
             from .runtime.loading import load_program
 
-            facts = model_facts(_model_path(model))
+            facts = model_facts(model_path(model))
             loaded = load_program(file, facts)
         except ProgramError as error:
             print_problems(error)
             raise typer.Exit(1) from None
-        item = 4 if _dtype(model, dtype) in ("float32", "float") else 2
+        item = 4 if model_dtype(model, dtype) in ("float32", "float") else 2
         console.print(f"[green]valid[/green] for {escape(facts.id)}: {loaded.name} {loaded.digest[:12]}")
         console.print(observation_table(loaded.checked, facts, item))
         memory = memory_text(loaded.needs, facts, max_num_seqs, max_num_batched_tokens, item)
@@ -155,7 +155,7 @@ def sites(model: ModelArgument) -> None:
     with friendly_errors():
         from .describe import model_facts, model_line, site_table
 
-        facts = model_facts(_model_path(model))
+        facts = model_facts(model_path(model))
         console = stdout()
         console.print(escape(model_line(facts)), soft_wrap=True)
         console.print(site_table(facts))
@@ -211,9 +211,9 @@ def run(
         items = gather(file, prompt or (), system, chat, prompts)
         if not items:
             raise typer.BadParameter("give --prompt or --prompts", param_hint="--prompt")
-        path = _model_path(model)
+        path = model_path(model)
         load_program(file, model_facts(path))  # says what is wrong before an engine starts
-        engine = {"dtype": _dtype(model, dtype), "max_model_len": max_model_len, "enforce_eager": eager}
+        engine = {"dtype": model_dtype(model, dtype), "max_model_len": max_model_len, "enforce_eager": eager}
         results = generate(path, file, items, max_tokens, **engine)
         console = stdout()
         console.print(result_table(results))
@@ -275,8 +275,8 @@ def rerank(
         from .offline import rank, ranking_json, ranking_table, read_documents
 
         texts = read_documents(documents)
-        path = _model_path(model)
-        engine = {"dtype": _dtype(model, dtype), "max_model_len": max_model_len, "enforce_eager": eager}
+        path = model_path(model)
+        engine = {"dtype": model_dtype(model, dtype), "max_model_len": max_model_len, "enforce_eager": eager}
         hits = rank(path, query, texts, heads, top_k, whole, **engine)
         if as_json:
             typer.echo(ranking_json(hits))
@@ -309,7 +309,7 @@ def import_(
 
         from .program.legacy import import_legacy
 
-        program, notes = import_legacy(old)
+        program, notes = import_legacy(old, out.parent if out is not None else None)
         text = yaml.safe_dump(
             program, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
         )
@@ -358,28 +358,51 @@ def show(
 @app.command()
 def bench(
     model: Annotated[
-        str, typer.Option("--model", "-m", help="Hugging Face id, folder, or smollm2.")
-    ] = DEMO_MODEL,
-    dtypes: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16",
-    rounds: Annotated[int, typer.Option(min=2, help="Interleaved rounds; more give narrower intervals.")] = 9,
+        str | None,
+        typer.Option("--model", "-m", help="Hugging Face id, folder, or smollm2 (the default on CPU)."),
+    ] = None,
+    dtypes: Annotated[str, typer.Option(help="CPU: comma-separated.")] = "float32,bfloat16",
+    rounds: Annotated[
+        int | None, typer.Option(min=2, help="Interleaved rounds; more give narrower intervals.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="JSON to write.")] = Path("out/bench.json"),
-    no_hf: Annotated[bool, typer.Option("--no-hf", help="Leave out Hugging Face.")] = False,
+    no_hf: Annotated[bool, typer.Option("--no-hf", help="CPU: leave out Hugging Face.")] = False,
+    gpu: Annotated[
+        bool | None,
+        typer.Option("--gpu/--cpu", help="Which set to measure (default: a GPU if there is one)."),
+    ] = None,
+    only: Annotated[
+        str, typer.Option(help='GPU: comma-separated engines, of "32 sites", "few sites", "prompt rows".')
+    ] = "",
 ) -> None:
-    """Measure what observation costs, against plain vLLM and against Hugging Face.
+    """Measure what observing and steering cost, against plain vLLM.
+
+    On a CPU: SmolLM2, and Hugging Face for comparison. On a GPU: shapes of
+    Llama-3.1-8B with dummy weights, several engines side by side on the device
+    (about 25 GB each), against plain vLLM with CUDA graphs and without.
 
     [bold]Examples[/bold]
 
       vllm-hook bench
       vllm-hook bench --model Qwen/Qwen3-0.6B --dtypes bfloat16 --no-hf
+      vllm-hook bench --gpu --only "32 sites" --rounds 30
     """
     with friendly_errors():
-        path = _model_path(model)
+        from .environment import has_gpu
+
+        if has_gpu() if gpu is None else gpu:
+            from .bench.gpu import run_gpu
+
+            run_gpu(None if model is None else model_path(model), rounds or 20, out, stdout(), only)
+            return
+        path = model_path(model or DEMO_MODEL)
         from . import environment
 
         environment.for_engine(path)
-        from .bench import run_bench
+        from .bench.cpu import run_cpu
 
-        run_bench(path, [d.strip() for d in dtypes.split(",") if d.strip()], rounds, out, not no_hf, stdout())
+        kinds = [d.strip() for d in dtypes.split(",") if d.strip()]
+        run_cpu(path, kinds, rounds or 9, out, not no_hf, stdout())
 
 
 class Demo(str, Enum):
@@ -450,23 +473,6 @@ def demo(
             good = tracker.run_demo(out, rounds, not no_hf, stdout())
         if not good:
             raise typer.Exit(1)
-
-
-# -- models -------------------------------------------------------------------------------------
-
-
-def _model_path(model: str) -> str:
-    """``smollm2`` is the demo's model, made on first use; anything else is taken as it is."""
-    if model != DEMO_MODEL:
-        return model
-    from .demo.model import smollm2
-
-    return str(smollm2())
-
-
-def _dtype(model: str, dtype: str | None) -> str:
-    """The demo's model is float32 on disk, and small; vLLM decides for others."""
-    return dtype or ("float32" if model == DEMO_MODEL else "auto")
 
 
 if __name__ == "__main__":

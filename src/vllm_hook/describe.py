@@ -125,11 +125,9 @@ def _row_size(o: Observation, facts: ModelFacts, item: int) -> str:
 
 def memory_text(needs: Armed, facts: ModelFacts, seqs: int, tokens: int, item: int) -> str:
     """What is armed and the device memory of its buffers, under these settings of vLLM."""
-    from .runtime.buffers import buffer_bytes
-    from .runtime.edit_bank import edit_bytes
+    from .runtime.buffers import site_bytes
 
-    held = buffer_bytes(needs, facts, min(seqs, tokens), tokens, item)
-    held += edit_bytes(needs, facts, tokens, seqs, slots=64)
+    held = site_bytes(needs, facts, min(seqs, tokens), tokens, seqs, 64, item)
     text = (
         f"Arms: {needs.describe()}\n"
         f"Memory: {_size(held)} on the device for max_num_seqs={seqs}, max_num_batched_tokens={tokens}, "
@@ -137,7 +135,7 @@ def memory_text(needs: Armed, facts: ModelFacts, seqs: int, tokens: int, item: i
     )
     if (seqs, tokens) == CPU_DEFAULTS:
         many, wide = LARGE_GPU_DEFAULTS
-        large = buffer_bytes(needs, facts, many, wide, item) + edit_bytes(needs, facts, wide, many, slots=64)
+        large = site_bytes(needs, facts, many, wide, many, 64, item)
         text += f" (vLLM's defaults on a CPU; {_size(large)} with those on a large GPU)"
     return text
 

@@ -31,3 +31,10 @@ def for_engine(model: str | Path | None = None) -> None:
     # vLLM warns of a missing Triton backend before it has set up its logger; without a handler here
     # Python would print that.
     logging.getLogger("vllm").addHandler(logging.NullHandler())
+
+
+def has_gpu() -> bool:
+    """Whether vLLM would run on a GPU here."""
+    import torch
+
+    return torch.cuda.is_available()

@@ -122,6 +122,10 @@ class Armed:
         for (name, layer), rows in sorted(self.rows.items()):
             yield name, layer, rows
 
+    def edit_places(self) -> frozenset[tuple[str, int]]:
+        """Where rows are changed: attention is steered behind its kernel, by other means."""
+        return frozenset(place for place in self.edits if place[0] != "attention")
+
     def missing(self, need: Armed) -> Armed:
         """What ``need`` asks for and this does not hold."""
         return Armed(

@@ -12,12 +12,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from .errors import ProgramError
+
+_multiarray: Any = (np._core if hasattr(np, "_core") else np.core).multiarray  # numpy 2, numpy 1
 
 Store = Mapping[str, Mapping[str, torch.Tensor]]
 """Uploaded tensors: the hexadecimal sha256 of a file -> its tensors by name."""
@@ -86,9 +90,17 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         raise ProgramError(str(path), f"cannot be read as safetensors: {error}") from None
 
 
+#: What a weights-only reader may build besides tensors: arrays of numbers, as older vector files hold.
+_NUMPY = [
+    *(np.ndarray, np.dtype, _multiarray._reconstruct, _multiarray.scalar),
+    *(type(np.dtype(name)) for name in ("float16", "float32", "float64", "int32", "int64")),
+]
+
+
 def _read_pt(path: Path) -> dict[str, torch.Tensor]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(_NUMPY):
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # torch raises whatever its unpickler met: a damaged file can give almost any exception.
         first = (str(error).splitlines() or [type(error).__name__])[0]
@@ -101,7 +113,9 @@ def _read_pt(path: Path) -> dict[str, torch.Tensor]:
         raise ProgramError(str(path), f"holds a {type(content).__name__}, not tensors by name")
     found: dict[str, torch.Tensor] = {}
     for name, value in content.items():
-        if isinstance(value, (int, float, list, tuple)) and not isinstance(value, bool):
+        if isinstance(value, (int, float, list, tuple, np.ndarray, np.generic)) and not isinstance(
+            value, bool
+        ):
             try:
                 value = torch.tensor(value)
             except (ValueError, TypeError, RuntimeError):

@@ -64,7 +64,7 @@ def test_500_replacements_during_traffic(llm, tensors):
     assert len(want) == VERSIONS
     assert len({tuple(map(tuple, w)) for w in want.values()}) == VERSIONS
     llm.reset_prefix_cache()
-    admitted, done, present = {}, {}, True
+    admitted, done, present, mixed = {}, {}, True, 0
     for change in range(500):
         if change % 10 == 9:
             llm.unload_program("live")
@@ -79,7 +79,9 @@ def test_500_replacements_during_traffic(llm, tensors):
         else:
             with pytest.raises(ProgramError, match=r"live.*not loaded"):
                 engine.add_request(f"r-{change}", prompts[0], llm._with_hook(greedy(5), "live"))
+        mixed += len({admitted[name][0] for name in admitted.keys() - done.keys()}) > 1
         done |= {o.request_id: o for o in engine.step() if o.finished}
+    assert mixed >= 400  # steps in which requests of several versions ran
     while engine.has_unfinished_requests():
         done |= {o.request_id: o for o in engine.step() if o.finished}
     assert set(done) == set(admitted)
@@ -188,6 +190,58 @@ def test_bad_weight_and_ambiguous_names(llm, tensors):
     hook = {"use": ["one", "two"], "set": {"e.strength": 1.0}}
     with pytest.raises(ProgramError, match=r"ambiguous.*one/e, two/e"):
         llm.generate(token_prompts([4]), greedy(1), hook=hook, use_tqdm=False)
+    for name in ("one", "two"):
+        llm.unload_program(name)
+
+
+@pytest.mark.parametrize("sae", ["sae", "sae-jump"])
+@pytest.mark.parametrize(
+    ("rows", "positions", "when"),
+    [
+        ("generated", "generated", {"above": 0.0}),
+        ("generated", "generated", {"below": 0.4}),
+        ("last_prompt", ["last_prompt", "generated"], {"above": 0.0}),
+    ],
+)
+def test_a_gate_on_an_sae_feature(llm, tiny_reference, tensors, sae, rows, positions, when):
+    """Open and shut rows (or requests) in one batch; what it reads is the activation."""
+    reduce = {"sae": tensors.ref("", sae), "features": [0]}
+    c = {"site": "resid_post", "layers": [0], "positions": rows, "reduce": reduce}
+    edit = {**EDIT, "vector": tensors.ref("v"), "strength": 6.0, "positions": positions}
+    program = {"schema": 1, "name": "feature", "observe": {"c": c}}
+    program["intervene"] = {"e": {**edit, "when": {"observe": "c", **when}}}
+    llm.load_program(program)
+    outs = llm.generate(token_prompts(range(6, 14), seed=9), greedy(16), hook="feature", use_tqdm=False)
+    llm.unload_program("feature")
+    figures = [compare(tiny_reference, out, [program], tensors) for out in outs]
+    assert [(f["wrong"], f["errors"]) for f in figures] == [(None, {})] * 8
+    assert sum(f["equal"] for f in figures) >= 7 * 16
+    read = torch.cat([out.hook.observed["c"].values.flatten() for out in outs])
+    assert len(read) == (8 if rows == "last_prompt" else 8 * 15)
+    opened = read > when["above"] if "above" in when else read < when["below"]
+    assert 0 < int(opened.sum()) < len(opened)
+
+
+def test_programs_in_conflict_in_one_request(llm, tiny_reference, tensors):
+    """Refused by name where they are used together; each alone, and a request that agrees, is served."""
+    clamp = {"site": "resid_post", "layers": [1], "method": "clamp", "vector": tensors.ref("v")}
+    one, two = (
+        {"schema": 1, "name": name, "intervene": {id: {**clamp, "target": target, "positions": positions}}}
+        for name, id, target, positions in (("one", "e", 5.0, "all"), ("two", "f", -5.0, {"range": [2, 4]}))
+    )
+    llm.load_program(one)
+    llm.load_program(two)
+
+    def run(hook):
+        return llm.generate(token_prompts([9], seed=7), greedy(8), hook=hook, use_tqdm=False)[0]
+
+    with pytest.raises(ProgramError, match=r"'two/f' sets .* 'one/e' sets to 5 .* to -5, .* position 2 on"):
+        run({"use": ["one", "two"]})
+    same = {**two, "intervene": {"f": {**two["intervene"]["f"], "target": 5.0}}}
+    agreed = run({"use": ["one", "two"], "set": {"two/f.target": 5.0}})
+    for out, programs in ((run("one"), [one]), (run("two"), [two]), (agreed, [one, same])):
+        figure = compare(tiny_reference, out, programs, tensors)
+        assert (figure["wrong"], figure["errors"]) == (None, {})
     for name in ("one", "two"):
         llm.unload_program(name)
 

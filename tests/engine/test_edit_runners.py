@@ -5,45 +5,20 @@ Each configuration runs ``edit_case.py`` once, in a process of its own; the test
 Greedy tokens are compared up to the first near tie (two logits closer than 1e-3, ``editing.GAP``).
 """
 
-import json
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
 import pytest
 
 import edit_programs
+from configurations import CONFIGURATIONS, all_figures_of
 
 pytestmark = pytest.mark.engine
 
-CONFIGURATIONS = [(runner, mode) for mode in ("eager", "compiled") for runner in ("v1", "v2", "v2-async")]
 REL = 1e-4
-
-
-def figures(model, runner, mode):
-    script = Path(__file__).with_name("edit_case.py")
-    done = subprocess.run(
-        [sys.executable, str(script), model, runner, mode],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-        env=os.environ.copy(),
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, f"{runner} {mode} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return json.loads(lines[-1].removeprefix("RESULT"))
 
 
 @pytest.fixture(scope="module")
 def all_figures(request, tiny_dir):
-    """Configuration -> its figures, two processes at a time; only those that selected tests ask for."""
-    model = str(tiny_dir("llama"))
-    asked = {item.callspec.params.get("told") for item in request.session.items if hasattr(item, "callspec")}
-    with ThreadPoolExecutor(2) as pool:
-        yield {c: pool.submit(figures, model, *c) for c in CONFIGURATIONS if c in asked}
+    with all_figures_of("edit_case.py", str(tiny_dir("llama")), request, timeout=900) as found:
+        yield found
 
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS, ids=lambda c: "-".join(c))

@@ -17,6 +17,7 @@ from vllm import SamplingParams
 from conftest import ARM_ALL, hook_llm, stop_engine
 from oracle import Reference, assert_rows_close, fed
 from prompts import token_prompts
+from vllm_hook.errors import ProgramError
 
 pytestmark = pytest.mark.engine
 
@@ -214,80 +215,82 @@ def test_the_attribute_search_finds_us_where_we_are(tiny_dir):
 
 def test_async_llm(tiny_dir, tiny_reference):
     """Streaming and final-only; an abort mid-way; a program loaded on the running engine."""
-    asyncio.run(_async(tiny_dir("llama"), tiny_reference))
+    told = asyncio.run(_async(tiny_dir("llama")))
+
+    def judge(n, layer, chunks, name):
+        """The last chunk has the result of all tokens of all chunks; the others have none."""
+        tokens = [t for chunk in chunks for t in chunk.outputs[0].token_ids]
+        ids = [*token_prompts([n])[0]["prompt_token_ids"], *tokens][:-1]
+        got = chunks[-1].hook.observed[name]
+        assert [chunk.hook is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert chunks[-1].finished
+        assert len(tokens) == 6
+        assert got.positions == list(range(n + 5))
+        assert_rows_close(got.values, tiny_reference.run(ids)["resid_post"][[layer]])
+
+    assert len(told["delta"]) > 1
+    judge(23, 2, told["delta"], "state")
+    assert len(told["final"]) == 1
+    judge(31, 2, told["final"], "state")
+    assert [chunk.hook for chunk in told["plain"]] == [None]
+    assert len(told["plain"][0].outputs[0].token_ids) == 6
+    assert len(told["cut"]) == 2
+    assert not told["cut"][-1].finished
+    judge(9, 3, told["later"], "x")
+    assert isinstance(told["bad"], ProgramError)
+    assert "nonsense" in str(told["bad"])
+    assert "loaded: later, state" in str(told["bad"])
+    assert told["left"] == 0  # requests that the worker still knows
 
 
-async def _async(model: Path, reference):
+async def _async(model: Path):
+    """What came back, by request; ``left``: requests in the worker once the aborted one is gone."""
     from vllm import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from conftest import TINY_ENGINE
     from vllm_hook.engine import control
-    from vllm_hook.errors import ProgramError
 
-    arm = {"resid_post": {"layers": [2, 3]}}
-    engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            str(model), additional_config={"vllm_hook": {"programs": [STATE], "arm": arm}}, **TINY_ENGINE
-        )
-    )
+    delta, final = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+    config = {"vllm_hook": {"programs": [STATE], "arm": {"resid_post": {"layers": [2, 3]}}}}
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model), additional_config=config, **TINY_ENGINE))
 
     async def generate(id, n, kind, tokens=6, hook="state", stop_after=None):
+        extra = {"hook": hook} if hook else None
         params = SamplingParams(
-            temperature=0,
-            max_tokens=tokens,
-            ignore_eos=True,
-            output_kind=kind,
-            extra_args={"hook": hook} if hook else None,
+            temperature=0, max_tokens=tokens, ignore_eos=True, output_kind=kind, extra_args=extra
         )
         chunks = []
         async for chunk in engine.generate(token_prompts([n])[0], params, id):
             chunks.append(chunk)
-            if stop_after and len(chunks) == stop_after:
+            if len(chunks) == stop_after:
                 break
         return chunks
 
-    def check(prompt, tokens, observed, layer=2):
-        ids = [*prompt["prompt_token_ids"], *tokens][:-1]
-        assert observed.positions == list(range(len(ids)))
-        assert_rows_close(observed.values, reference.run(ids)["resid_post"][[layer]])
+    async def in_worker():
+        return (await engine.collective_rpc("vllm_hook_rpc", args=("status",)))[0]["requests"]
 
     try:
-        deltas, final, plain, *cut = await asyncio.gather(
-            generate("delta", 23, RequestOutputKind.DELTA),
-            generate("final", 31, RequestOutputKind.FINAL_ONLY),
-            generate("plain", 12, RequestOutputKind.FINAL_ONLY, hook=None),
-            generate("cut", 40, RequestOutputKind.DELTA, tokens=200, stop_after=2),
+        names = ("delta", "final", "plain", "cut")
+        several = await asyncio.gather(
+            generate("delta", 23, delta),
+            generate("final", 31, final),
+            generate("plain", 12, final, hook=None),
+            generate("cut", 40, delta, tokens=200, stop_after=2),
         )
-        assert len(cut[0]) == 2
-        assert [c.hook is not None for c in deltas] == [False] * (len(deltas) - 1) + [True]
-        assert deltas[-1].finished
-        assert len(deltas) > 1
-        check(
-            token_prompts([23])[0],
-            [t for c in deltas for t in c.outputs[0].token_ids],
-            deltas[-1].hook.observed["state"],
-        )
-        assert len(final) == 1
-        check(token_prompts([31])[0], final[0].outputs[0].token_ids, final[0].hook.observed["state"])
-        assert plain[0].hook is None
-        later = {
-            "schema": 1,
-            "name": "later",
-            "observe": {"x": {"site": "resid_post", "layers": [3], "positions": "all", "dtype": "float32"}},
-        }
-        await control.load_async(engine, later)
-        out = (await generate("later", 9, RequestOutputKind.FINAL_ONLY, hook="later"))[0]
-        check(token_prompts([9])[0], out.outputs[0].token_ids, out.hook.observed["x"], layer=3)
-        with pytest.raises(ProgramError, match=r"nonsense.*loaded: later, state"):
-            await generate("bad", 9, RequestOutputKind.FINAL_ONLY, hook="nonsense")
-        status = (await engine.collective_rpc("vllm_hook_rpc", args=("status",)))[0]
-        for _ in range(100):  # the aborted request leaves the worker with the next step
-            if status["requests"] == 0:
+        told = dict(zip(names, several, strict=True))
+        state = {"site": "resid_post", "layers": [3], "positions": "all", "dtype": "float32"}
+        await control.load_async(engine, {"schema": 1, "name": "later", "observe": {"x": state}})
+        told["later"] = await generate("later", 9, final, hook="later")
+        told["bad"] = (
+            await asyncio.gather(generate("bad", 9, final, hook="nonsense"), return_exceptions=True)
+        )[0]
+        for i in range(100):  # the aborted request leaves the worker with a later step
+            if await in_worker() == 0:
                 break
-            await generate(f"tick-{_}", 3, RequestOutputKind.FINAL_ONLY, tokens=2, hook=None)
-            status = (await engine.collective_rpc("vllm_hook_rpc", args=("status",)))[0]
-        assert status["requests"] == 0
+            await generate(f"tick-{i}", 3, final, tokens=2, hook=None)
+        told["left"] = await in_worker()
+        return told
     finally:
         engine.shutdown()

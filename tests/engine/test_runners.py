@@ -3,17 +3,12 @@
 Each configuration runs ``runner_case.py`` once, in a process of its own; the tests judge its figures.
 """
 
-import json
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
 import pytest
+
+from configurations import CONFIGURATIONS, all_figures_of
 
 pytestmark = pytest.mark.engine
 
-CONFIGURATIONS = [(runner, mode) for mode in ("eager", "compiled") for runner in ("v1", "v2", "v2-async")]
 REL, DP = 1e-4, 3e-5
 SELECTED = {  # program of runner_case.py -> positions it asks for, of n prompt and m fed tokens
     "everywhere": lambda n, m: list(range(m)),
@@ -26,27 +21,10 @@ SELECTED = {  # program of runner_case.py -> positions it asks for, of n prompt 
 }
 
 
-def figures(model, runner, mode):
-    script = Path(__file__).with_name("runner_case.py")
-    done = subprocess.run(
-        [sys.executable, str(script), model, runner, mode],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, f"{runner} {mode} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return json.loads(lines[-1].removeprefix("RESULT"))
-
-
 @pytest.fixture(scope="module")
 def all_figures(request, tiny_dir):
-    """Configuration -> its figures, two processes at a time; only those that selected tests ask for."""
-    model = str(tiny_dir("llama"))
-    asked = {item.callspec.params.get("told") for item in request.session.items if hasattr(item, "callspec")}
-    with ThreadPoolExecutor(2) as pool:
-        yield {c: pool.submit(figures, model, *c) for c in CONFIGURATIONS if c in asked}
+    with all_figures_of("runner_case.py", str(tiny_dir("llama")), request, timeout=600) as found:
+        yield found
 
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS, ids=lambda c: "-".join(c))

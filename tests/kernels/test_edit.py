@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,26 +12,70 @@ from hypothesis import strategies as st
 
 from vllm_hook.ops import edit as op
 from vllm_hook.ops import library, reference
+from vllm_hook.runtime.area import AreaSize, StepArea
+from vllm_hook.runtime.edit_plan import EditPlan
+from vllm_hook.runtime.plan import StepPlan
 
 ROWS, WIDTH, SLOTS = 12, 16, 6
+PLACE = ("resid_post", 0)
 ACTS = {"identity": op.IDENTITY, "relu": op.RELU, "jump": op.JUMP_RELU}
 
 
-def state(width: int = WIDTH, tables: int = 2) -> op.EditState:
-    g = torch.Generator().manual_seed(0)
-    return op.EditState(
-        edit_tables=torch.zeros(tables, 2, 1 + ROWS, dtype=torch.int32),
-        chain_start=torch.zeros(64, dtype=torch.int32),
-        entry_int=torch.zeros(64, 9, dtype=torch.int32),
-        entry_float=torch.zeros(64, 4),
-        cond_tables=torch.zeros(tables, 2, 1 + ROWS, dtype=torch.int32),
-        cond_int=torch.zeros(16, 6, dtype=torch.int32),
-        cond_float=torch.zeros(16, 3),
-        flags=torch.zeros(8),
-        acc=torch.zeros(8),
-        row_flags=torch.zeros(4, ROWS),
-        bank=torch.randn(SLOTS, width, generator=g),
-    )
+class Bench:
+    """One site with its tables, built as the runtime builds them."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        g = torch.Generator().manual_seed(0)
+        self.state = op.EditState(
+            flags=torch.zeros(8),
+            acc=torch.zeros(8),
+            row_flags=torch.zeros(4, ROWS),
+            bank=torch.randn(SLOTS, width, generator=g),
+        )
+        self.area = StepArea(AreaSize({PLACE: ROWS}, frozenset([PLACE]), 64, 16), torch.device("cpu"))
+        self.chains: list[list[tuple[list[int], list[float]]]] = []
+        self.rows: list[tuple[int, int]] = []
+        self.conditions: list[tuple[list[int], list[float]]] = []
+        self.watched: list[tuple[int, int]] = []
+        self.taken: list[int] | None = None
+        self.buf: torch.Tensor | None = None
+
+    @property
+    def bank(self) -> torch.Tensor:
+        return self.state.bank
+
+    def plan(self) -> EditPlan:
+        def table(pairs: list[tuple[int, int]]) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+            rows, which = np.asarray(pairs, dtype=np.int32).reshape(-1, 2).T
+            return ((rows, which),) if pairs else ()
+
+        entries = [e for chain in self.chains for e in chain]
+        return EditPlan(
+            tables=table(self.rows),
+            table_of={PLACE: 0} if self.rows else {},
+            chain_start=np.cumsum([0, *map(len, self.chains)]).astype(np.int32),
+            entry_int=np.asarray([i for i, _ in entries], dtype=np.int32).reshape(-1, 9),
+            entry_float=np.asarray([f for _, f in entries], dtype=np.float32).reshape(-1, 4),
+            cond_tables=table(self.watched),
+            cond_table_of={PLACE: 0} if self.watched else {},
+            cond_int=np.asarray([i for i, _ in self.conditions], dtype=np.int32).reshape(-1, 6),
+            cond_float=np.asarray([f for _, f in self.conditions], dtype=np.float32).reshape(-1, 3),
+            token_rows=(),
+            row_flags=(),
+            attends={},
+        )
+
+    def run(self, h: torch.Tensor, residual: torch.Tensor | None) -> int:
+        taps = None
+        if self.taken is not None:
+            taps = StepPlan((np.asarray(self.taken, dtype=np.int32),), {PLACE: 0}, ())
+        self.area.load(taps, self.plan())
+        fired = torch.zeros(1, dtype=torch.int32)
+        header = self.area.headers[PLACE]
+        library.edit(
+            h, residual, fired, self.area.live, header, self.area.step, self.buf, self.state.tensors()
+        )
+        return int(fired)
 
 
 def entry(u: int, v: int, *, kind=op.RANK_ONE, act="identity", keep=0, head=0, gate=(0, -1), row=-1, **f):
@@ -38,29 +83,15 @@ def entry(u: int, v: int, *, kind=op.RANK_ONE, act="identity", keep=0, head=0, g
     return [kind, u, v, ACTS[act], keep, head, *gate, row], floats
 
 
-def put(
-    s: op.EditState, chains: list[list[tuple[list[int], list[float]]]], rows: list[tuple[int, int]]
-) -> None:
-    at = 0
-    for c, chain in enumerate(chains):
-        for ints, floats in chain:
-            s.entry_int[at] = torch.tensor(ints)
-            s.entry_float[at] = torch.tensor(floats)
-            at += 1
-        s.chain_start[c + 1] = at
-    s.edit_tables[0, :, 0] = len(rows)
-    for i, (row, chain_index) in enumerate(rows):
-        s.edit_tables[0, 0, 1 + i] = row
-        s.edit_tables[0, 1, 1 + i] = chain_index
+def put(s: Bench, chains: list[list[tuple[list[int], list[float]]]], rows: list[tuple[int, int]]) -> None:
+    s.chains, s.rows = chains, rows
 
 
-def run(h, residual, s, site=(0, -1)):
-    fired = torch.zeros(1, dtype=torch.int32)
-    library.edit(h, residual, fired, torch.tensor(site, dtype=torch.int32), s.tensors())
-    return int(fired)
+def run(h: torch.Tensor, residual: torch.Tensor | None, s: Bench) -> int:
+    return s.run(h, residual)
 
 
-def as_reference(s: op.EditState, ints: list[int], floats: list[float]) -> reference.EditEntry:
+def as_reference(s: Bench, ints: list[int], floats: list[float]) -> reference.EditEntry:
     act = {v: k for k, v in ACTS.items()}[ints[op.ACT]]
     return reference.EditEntry(
         u=s.bank[ints[op.U]],
@@ -80,7 +111,7 @@ def as_reference(s: op.EditState, ints: list[int], floats: list[float]) -> refer
 def test_random_chains_equal_the_definition(seed: int) -> None:
     r = random.Random(seed)
     torch.manual_seed(seed)
-    s = state()
+    s = Bench()
     q, _ = torch.linalg.qr(torch.randn(WIDTH, 2))
     s.bank[4], s.bank[5] = q[:, 0], q[:, 1]
     chains = []
@@ -118,7 +149,7 @@ def test_random_chains_equal_the_definition(seed: int) -> None:
 
 
 def test_clamp_sets_the_projection_of_the_whole_stream_not_of_one_half() -> None:
-    s = state()
+    s = Bench()
     s.bank[0] = torch.nn.functional.normalize(torch.randn(WIDTH), dim=0)
     put(s, [[entry(0, 0, a=2.5, b=-1.0)]], [(3, 0)])
     h, residual = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
@@ -127,7 +158,7 @@ def test_clamp_sets_the_projection_of_the_whole_stream_not_of_one_half() -> None
 
 
 def test_heads_are_changed_alone_also_in_a_strided_view() -> None:
-    s = state(width=4)
+    s = Bench(width=4)
     put(s, [[entry(0, 0, a=1.0, head=2)]], [(5, 0)])
     whole = torch.randn(ROWS, 40)
     h = whole[:, 8:24]  # 4 heads of 4, as q within qkv
@@ -141,7 +172,7 @@ def test_heads_are_changed_alone_also_in_a_strided_view() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zero_strength_and_a_shut_gate_leave_every_bit(dtype: torch.dtype) -> None:
-    s = state()
+    s = Bench()
     put(
         s,
         [[entry(0, 0, a=0.0)], [entry(0, 1, a=3.0, gate=(op.LATCHED, 1))], [entry(0, 1, a=3.0, row=2)]],
@@ -151,37 +182,54 @@ def test_zero_strength_and_a_shut_gate_leave_every_bit(dtype: torch.dtype) -> No
     before = h.clone()
     assert run(h, residual, s) == 1
     assert torch.equal(h, before)
-    s.flags[1] = 1.0
-    s.row_flags[2, 3] = 1.0
+    s.state.flags[1] = 1.0
+    s.state.row_flags[2, 3] = 1.0
     run(h, residual, s)
     changed = (h != before).any(-1).nonzero().flatten().tolist()
     assert changed == [2, 3]
 
 
 def test_idle_does_nothing() -> None:
-    s = state()
-    put(s, [[entry(0, 0, a=1.0)]], [(0, 0)])
+    s = Bench()
     h = torch.randn(ROWS, WIDTH)
     before = h.clone()
-    assert run(h, None, s, site=(-1, -1)) == 0
+    assert run(h, None, s) == 0
     assert torch.equal(h, before)
 
 
-def condition(s: op.EditState, i: int, *, kind=op.LINEAR, u=0, over=op.ANY, above=1, flag=0, per_row=0, **f):
-    s.cond_int[i] = torch.tensor([kind, u, over, above, flag, per_row])
-    s.cond_float[i] = torch.tensor([f.get("c", 0.0), f.get("bound", 0.0), f.get("rows", 1.0)])
+def test_a_negative_zero_that_is_not_changed_stays_one() -> None:
+    s = Bench()
+    put(s, [[entry(0, 0, a=0.0)]], [(1, 0)])
+    h = torch.full((ROWS, WIDTH), -0.0)
+    run(h, None, s)
+    assert bool(torch.signbit(h).all())
 
 
-def watch(s: op.EditState, rows: list[tuple[int, int]]) -> None:
-    s.cond_tables[0, :, 0] = len(rows)
-    for i, (row, cond) in enumerate(rows):
-        s.cond_tables[0, 0, 1 + i], s.cond_tables[0, 1, 1 + i] = row, cond
+@pytest.mark.parametrize("taken", [[2, 5], [0, 1, 2], [11, 4, 2]], ids=str)
+def test_taps_take_what_edits_left_and_rows_that_are_not_edited(taken: list[int]) -> None:
+    s = Bench()
+    put(s, [[entry(0, 1, a=1.0, b=0.5)]], [(2, 0), (4, 0)])
+    s.taken, s.buf = taken, torch.full((8, WIDTH), 7.25)
+    h, residual = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    run(h, residual, s)
+    assert torch.equal(s.buf[: len(taken)], (h + residual)[taken])
+    assert bool((s.buf[len(taken) :] == 7.25).all())
+
+
+def condition(s: Bench, i: int, *, kind=op.LINEAR, u=0, over=op.ANY, above=1, flag=0, per_row=0, **f):
+    assert i == len(s.conditions)
+    floats = [f.get("c", 0.0), f.get("bound", 0.0), f.get("rows", 1.0)]
+    s.conditions.append(([kind, u, over, above, flag, per_row], floats))
+
+
+def watch(s: Bench, rows: list[tuple[int, int]]) -> None:
+    s.watched = rows
 
 
 @pytest.mark.parametrize("kind", [op.LINEAR, op.COSINE, op.NORM])
 @pytest.mark.parametrize("above", [0, 1])
 def test_conditions_latch_any_all_and_mean_over_two_chunks(kind: int, above: int) -> None:
-    s = state()
+    s = Bench()
     s.bank[0] = torch.nn.functional.normalize(torch.randn(WIDTH), dim=0)
     h, residual = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     x = h + residual
@@ -191,15 +239,15 @@ def test_conditions_latch_any_all_and_mean_over_two_chunks(kind: int, above: int
     bound = float(value[:6].median())
     for i, over in enumerate((op.ANY, op.ALL, op.MEAN)):
         condition(s, i, kind=kind, over=over, above=above, flag=i, c=0.1, bound=bound, rows=6.0)
-    s.flags[1] = 1.0  # `all` starts true
+    s.state.flags[1] = 1.0  # `all` starts true
     for chunk in (range(3), range(3, 6)):
         watch(s, [(row, i) for i in range(3) for row in chunk])
         before = h.clone()
-        run(h, residual, s, site=(-1, 0))
+        run(h, residual, s)
         assert torch.equal(h, before)
     holds = (value[:6] > bound) if above else (value[:6] < bound)
     mean = value[:6].mean()
-    assert s.flags[:3].tolist() == [
+    assert s.state.flags[:3].tolist() == [
         float(holds.any()),
         float(holds.all()),
         float(mean > bound if above else mean < bound),
@@ -207,7 +255,7 @@ def test_conditions_latch_any_all_and_mean_over_two_chunks(kind: int, above: int
 
 
 def test_a_condition_by_row_reads_before_the_edits_of_its_own_site() -> None:
-    s = state()
+    s = Bench()
     s.bank[0] = torch.nn.functional.normalize(torch.randn(WIDTH), dim=0)
     h = torch.randn(ROWS, WIDTH)
     scores = h @ s.bank[0]
@@ -215,32 +263,31 @@ def test_a_condition_by_row_reads_before_the_edits_of_its_own_site() -> None:
     watch(s, [(row, 0) for row in range(ROWS)])
     put(s, [[entry(0, 0, a=-100.0, gate=(op.BY_ROW, 3))]], [(row, 0) for row in range(ROWS)])
     before = h.clone()
-    run(h, None, s, site=(0, 0))
+    run(h, None, s)
     assert ((h != before).any(-1) == (scores > 0)).all()
-    assert (s.row_flags[3] > 0).tolist() == (scores > 0).tolist()
+    assert (s.state.row_flags[3] > 0).tolist() == (scores > 0).tolist()
 
 
 def test_bf16_rounds_once_a_row() -> None:
-    s = state()
+    s = Bench()
     put(s, [[entry(0, 1, a=0.3, b=0.5), entry(1, 2, a=-0.2, b=0.1)]], [(row, 0) for row in range(ROWS)])
     h = torch.randn(ROWS, WIDTH).bfloat16()
-    chain = [as_reference(s, *e) for e in ([*_row(s, 0)], [*_row(s, 1)])]
+    chain = [as_reference(s, *e) for e in s.chains[0]]
     want = torch.stack([reference.edit(row.float(), chain) for row in h]).bfloat16()
     run(h, None, s)
     torch.testing.assert_close(h, want, rtol=8e-3, atol=1e-3)
 
 
-def _row(s: op.EditState, i: int) -> tuple[list[int], list[float]]:
-    return s.entry_int[i].tolist(), s.entry_float[i].tolist()
-
-
 def test_opcheck_idle() -> None:
-    s = state()
+    s = Bench()
     args = (
         torch.randn(ROWS, WIDTH),
         None,
         torch.zeros(1, dtype=torch.int32),
-        torch.tensor([-1, -1]),
-        s.tensors(),
+        s.area.live,
+        s.area.headers[PLACE],
+        s.area.step,
+        None,
+        s.state.tensors(),
     )
     torch.library.opcheck(library.edit.default, args, test_utils=("test_schema", "test_faketensor"))

@@ -1,34 +1,43 @@
 """The op that takes rows: against its reference, and nothing else is touched."""
 
+import numpy as np
 import pytest
 import torch
 
 from vllm_hook.ops import reference
 from vllm_hook.ops.library import tap
-from vllm_hook.ops.site import SiteTap
+from vllm_hook.ops.site import Site
+from vllm_hook.runtime.area import AreaSize, StepArea
+from vllm_hook.runtime.plan import StepPlan
 
 
-def table_of(*rows_of, width=16):
-    tables = torch.zeros(len(rows_of), 1 + width, dtype=torch.int32)
-    for t, rows in enumerate(rows_of):
-        tables[t, 0] = len(rows)
-        tables[t, 1 : 1 + len(rows)] = torch.tensor(rows, dtype=torch.int32)
-        tables[t, 1 + len(rows) :] = 99  # beyond the count: never read
-    return tables
+def step_of(*rows_of, header=0):
+    """A step in which site i takes ``rows_of[i]``; the header of one of them is returned as well."""
+    area = StepArea(
+        AreaSize({("resid_post", i): 16 for i in range(len(rows_of))}, frozenset(), 0, 0), torch.device("cpu")
+    )
+    plan = StepPlan(
+        tuple(np.asarray(rows, dtype=np.int32) for rows in rows_of),
+        {("resid_post", i): i for i in range(len(rows_of))},
+        (),
+    )
+    area.load(plan, None)
+    return area, area.headers["resid_post", header]
 
 
 def make(width, dtype=torch.float32, *, rows=((0, 3, 7),), table=0, capacity=10):
-    buf = torch.full((capacity, width), 7.25, dtype=dtype)
+    area, header = step_of(*rows, header=table)
     return {
         "fired": torch.zeros(1, dtype=torch.int32),
-        "tables": table_of(*rows),
-        "table_id": torch.tensor([table], dtype=torch.int32),
-        "buf": buf,
+        "live": area.live,
+        "site": header,
+        "step": area.step,
+        "buf": torch.full((capacity, width), 7.25, dtype=dtype),
     }
 
 
 def run(h, residual, s):
-    tap(h, residual, s["fired"], s["tables"], s["table_id"], s["buf"])
+    tap(h, residual, *s.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -39,13 +48,13 @@ def test_against_reference(dtype, residual, width, rows):
     h = torch.randn(8, width).to(dtype)
     r = torch.randn(8, width).to(dtype) if residual else None
     s = make(width, dtype, rows=(rows,))
-    before = [t.clone() for t in (h, *([r] if residual else []), s["tables"], s["table_id"])]
+    before = [t.clone() for t in (h, *([r] if residual else []), s["step"], s["live"])]
     run(h, r, s)
     want = reference.tap(h, r, torch.tensor(rows, dtype=torch.long))
     assert torch.equal(s["buf"][: len(rows)], want)
     assert bool((s["buf"][len(rows) :] == 7.25).all())  # rows that are not written keep their bits
-    assert int(s["fired"]) == 1
-    for now, then in zip((h, *([r] if residual else []), s["tables"], s["table_id"]), before, strict=True):
+    assert int(s["fired"]) == bool(rows)
+    for now, then in zip((h, *([r] if residual else []), s["step"], s["live"]), before, strict=True):
         assert torch.equal(now, then)
 
 
@@ -71,9 +80,10 @@ def test_the_table_that_the_site_follows():
     assert torch.equal(s["buf"][:2], h[[5, 2]])
 
 
-@pytest.mark.parametrize("table", [-1, -7])
-def test_idle_does_nothing(table):
-    s = make(4, table=table)
+@pytest.mark.parametrize("idle", ["live", "header"])
+def test_idle_does_nothing(idle):
+    s = make(4)
+    s["live" if idle == "live" else "site"].zero_()
     run(torch.randn(8, 4), torch.randn(8, 4), s)
     assert bool((s["buf"] == 7.25).all())
     assert int(s["fired"]) == 0
@@ -88,24 +98,18 @@ def test_sum_is_rounded_once_as_the_stream_is():
 
 @pytest.mark.parametrize("residual", [True, False])
 def test_opcheck(residual):
-    """Schema, fake and dispatch, with an idle table (an active one writes ``buf``, undeclared on purpose)."""
-    s = make(4, table=-1)
-    args = (
-        torch.randn(8, 4),
-        torch.randn(8, 4) if residual else None,
-        s["fired"],
-        s["tables"],
-        s["table_id"],
-        s["buf"],
-    )
+    """Schema, fake and dispatch, with an idle site (an active one writes ``buf``, undeclared on purpose)."""
+    s = make(4)
+    s["live"].zero_()
+    args = (torch.randn(8, 4), torch.randn(8, 4) if residual else None, *s.values())
     result = torch.library.opcheck(torch.ops.vllm_hook.tap.default, args, raise_exception=True)
     assert set(result.values()) == {"SUCCESS"}
 
 
 def test_in_a_compiled_function_tables_are_read_anew_each_call():
     """The op survives compilation, sees the table of each call, and no buffer is copied away."""
-    tables, table_id = table_of((0, 3, 7), (1,)), torch.tensor([-1], dtype=torch.int32)
-    site = SiteTap(tables, table_id, 10, 4, torch.float32)
+    area = StepArea(AreaSize({("resid_post", 0): 16}, frozenset(), 0, 0), torch.device("cpu"))
+    site = Site(area.live, area.headers["resid_post", 0], area.step, torch.zeros(10, 4), None)
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def f(h, residual):
@@ -115,8 +119,8 @@ def test_in_a_compiled_function_tables_are_read_anew_each_call():
     h, r = torch.randn(8, 4), torch.randn(8, 4)
     f(h, r)
     assert int(site.fired) == 0
-    for table, rows in ((0, [0, 3, 7]), (1, [1])):
-        table_id.fill_(table)
+    for rows in ([0, 3, 7], [1]):
+        area.load(StepPlan((np.asarray(rows, dtype=np.int32),), {("resid_post", 0): 0}, ()), None)
         assert torch.equal(f(h, r), (h + r) * 2)
         assert torch.equal(site.buf[: len(rows)], (h + r)[rows])
     assert int(site.fired) == 2

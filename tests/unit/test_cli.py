@@ -74,6 +74,7 @@ def good(tmp_path):
 
 
 COMMANDS = {"check", "run", "rerank", "sites", "import", "show", "bench", "demo"}
+BUILD = {"heads", "rerank-heads", "vector", "probe"}
 
 
 def test_commands_are_those_of_the_contract(run):
@@ -89,6 +90,18 @@ def test_every_command_teaches_by_example(run, command):
     result = run(command, "--help")
     assert result.exit_code == 0
     assert f"vllm-hook {command}" in result.output
+
+
+@pytest.mark.parametrize("command", sorted(BUILD))
+def test_every_build_command_teaches_by_example(run, command):
+    result = run("build", command, "--help")
+    assert result.exit_code == 0
+    assert f"vllm-hook build {command}" in result.output
+
+
+def test_build_commands_are_those_of_the_contract():
+    (group,) = (g for g in cli.app.registered_groups if g.name == "build")
+    assert {c.name or c.callback.__name__ for c in group.typer_instance.registered_commands} == BUILD
 
 
 def test_help_is_quick_and_light():

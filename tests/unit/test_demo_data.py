@@ -9,10 +9,21 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vllm_hook.build.heads import DATA_MARK, auroc, read_records, render
-from vllm_hook.demo import make_data
+from vllm_hook.build import records
+from vllm_hook.build.heads import DATA_MARK, auroc, packaged, read_records, render
+from vllm_hook.demo import baselines, make_contrast, make_data, make_injection, make_rerank
 
 FINDING, HELD_OUT = make_data.head_finding(), make_data.held_out()
+INJECTION = make_injection.injections()
+SMALL = {"id", "style", "instruction", "data"}
+KEYS = {
+    "head": SMALL,
+    "held": SMALL,
+    "injection": {*SMALL, "group"},
+    "contrast": {"id", "with", "without"},
+    "rerank": {"id", "query", "documents"},
+}
+DOCS = Path(__file__).parents[2] / "docs" / "data.md"
 
 
 def test_files_are_what_the_generator_writes(tmp_path):
@@ -20,7 +31,7 @@ def test_files_are_what_the_generator_writes(tmp_path):
         shipped = resources.files("vllm_hook") / "demo" / "data" / path.name
         assert shipped.read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
         for line in path.read_text(encoding="utf-8").splitlines():
-            assert set(json.loads(line)) == {"id", "style", "instruction", "data"}
+            assert set(json.loads(line)) == KEYS[path.stem.partition("_")[0]]
     assert read_records(None, "held_out.jsonl") == HELD_OUT
 
 
@@ -32,9 +43,9 @@ def test_sizes_and_unique_ids():
     assert counts.pop("normal") == 40
     assert len(counts) >= 4
     assert set(counts.values()) == {20}
-    for records in (FINDING, HELD_OUT):
-        assert len({r["id"] for r in records}) == len(records)
-        assert len({r["data"] for r in records}) == len(records)
+    for made in (FINDING, HELD_OUT):
+        assert len({r["id"] for r in made}) == len(made)
+        assert len({r["data"] for r in made}) == len(made)
 
 
 def test_the_published_recipe():
@@ -76,9 +87,80 @@ def test_shipped_program_agrees_with_the_model_and_the_prompt():
     assert len(heads) == len({tuple(h) for h in heads}) > 0
     assert all(0 <= layer < 30 and 0 <= head < 9 for layer, head in heads)
     assert 0 < program["analyze"]["injection"]["options"]["threshold"] < 1
-    figures = [float(x) for x in re.findall(r"AUROC (\d\.\d+)", text)]
+    figures = [float(x) for x in re.findall(r"auroc: (\d\.\d+)", text)]
     assert len(figures) == len(make_data.HELD_OUT_ATTACKS)
     assert min(figures) >= 0.97
+
+
+# -- the larger sets ----------------------------------------------------------------------------
+
+
+def test_two_hundred_attacks_in_five_styles():
+    counts = Counter(r["style"] for r in INJECTION)
+    assert counts.pop("normal") == 80
+    assert counts == dict.fromkeys(make_injection.ATTACKS, 40)
+    assert len(counts) == 5
+    assert len({r["data"] for r in INJECTION}) == len(INJECTION)
+
+
+def test_the_larger_set_shares_no_sentence_and_no_word_with_the_smaller_ones():
+    known = sentences(FINDING) | sentences(HELD_OUT)
+    assert not known & sentences(INJECTION)
+    small = " ".join((make_data.FINDING_WORDS, make_data.HELD_OUT_WORDS)).replace("/", " ").split()
+    shared = set(small) & set(make_injection.WORDS.replace("/", " ").split())
+    assert len(make_injection.WORDS.split()) == make_injection.SCENES
+    assert not {r["instruction"] for r in INJECTION} & {r["instruction"] for r in (*FINDING, *HELD_OUT)}
+    assert len(shared) <= 1, shared
+
+
+@pytest.mark.parametrize("made", [make_injection.injections, make_rerank.queries])
+def test_the_seed_decides(made):
+    assert made(1) == made(1) != made(2)
+
+
+def test_pairs_are_of_one_length_and_use_no_held_out_question():
+    held = {json.loads(line)["question"] for line in packaged("steer_held_out.jsonl").open(encoding="utf-8")}
+    for behaviour in make_contrast.INSTRUCTIONS:
+        pairs, _ = records.read_pairs(packaged(f"contrast_{behaviour}.jsonl"))
+        assert len(pairs) >= 30
+        for pair in pairs:
+            texts = pair.with_[0][1], pair.without[0][1]
+            assert abs(len(texts[0]) - len(texts[1])) <= 2
+            assert not any(text.startswith(question) for question in held for text in texts)
+
+
+def test_sixty_queries_of_ten_documents():
+    queries, _ = records.read_queries(packaged("rerank.jsonl"))
+    assert len(queries) == 60
+    assert len({q.query for q in queries}) == 60
+    for query in queries:
+        assert len(query.documents) == 10
+        assert set(query.grades) == {0, 1, 2}
+        assert query.grades.count(0) >= 7
+        place = next(
+            f"{n} {k}" for k in make_rerank.KINDS for n in make_rerank.NAMES if f"{n} {k}" in query.query
+        )
+        for text, grade in zip(query.documents, query.grades, strict=True):
+            assert place in text or grade == 0
+            assert abs(len(text) - make_rerank.LENGTH) <= 25
+
+
+def test_the_figures_in_the_documentation_are_computed():
+    assert baselines.markdown() in DOCS.read_text("utf-8")
+
+
+def test_trivial_baselines_do_not_solve_what_is_to_be_measured():
+    for row in baselines.injection_table("injection"):
+        assert 0.4 <= float(row[3]) <= 0.6, row
+        assert float(row[4]) <= 0.95, row
+    for row in baselines.contrast_table():
+        assert 0.4 <= float(row[2]) <= 0.6, row
+    assert all(float(row[1]) <= 0.7 for row in baselines.rerank_table())
+
+
+def test_above_counts_which_is_larger():
+    assert baselines.above([3, 4], [1, 2]) == 1.0
+    assert baselines.above([1, 2], [3, 2]) == 0.125
 
 
 def lengths_by_style(tokenizer):

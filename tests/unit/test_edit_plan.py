@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_hook.errors import CapacityError
-from vllm_hook.runtime.edit_bank import CONDITIONS_A_ROW, EditBank
-from vllm_hook.runtime.edit_plan import EditState, Slots, make_edit_plan
+from vllm_hook.ops import edit as op
+from vllm_hook.runtime.area import AreaSize, StepArea
+from vllm_hook.runtime.edit_bank import EditBank
+from vllm_hook.runtime.edit_limits import CONDITIONS_A_ROW
+from vllm_hook.runtime.edit_plan import EditPlan, EditState, Slots, make_edit_plan
 from vllm_hook.runtime.plan import BatchView
 from vllm_hook.sites import ModelFacts
 
@@ -27,7 +30,7 @@ class Vectors:
 
 
 def bank(requests: int = 4, rows: int = ROWS, slots: int = 16) -> EditBank:
-    return EditBank(PLACES, FACTS, rows, requests, slots, torch.device("cpu"))
+    return EditBank(FACTS, rows, requests, slots, torch.device("cpu"))
 
 
 def edit(strength: float = 1.0, vector: str = "1", **more: Any) -> dict[str, Any]:
@@ -57,18 +60,24 @@ def gate(rows: list[list[int]], **more: Any) -> dict[str, Any]:
     return {**plain, "per_row": False, "count": 4, "rows": rows, "filter": None, **more}
 
 
-def tables(b: EditBank, place: tuple[str, int]) -> dict[int, list[float]]:
+def load(b: EditBank, plan: EditPlan, tokens: torch.Tensor, rows: int = ROWS) -> StepArea:
+    """The step's tables, packed for all places."""
+    size = AreaSize(dict.fromkeys(PLACES, rows), frozenset(PLACES), 64, 64)
+    area = StepArea(size, torch.device("cpu"))
+    b.load(plan, tokens)
+    area.load(None, plan)
+    return area
+
+
+def tables(area: StepArea, place: tuple[str, int]) -> dict[int, list[float]]:
     """Row -> strengths of its edits in order, read from the tables as the kernel reads them."""
-    s = b.state["stream"]
-    table = int(b._site_ids[b._slot[place], 0])
+    step = area.step
+    at, n, *_ = area.headers[place].tolist()
     found: dict[int, list[float]] = {}
-    if table < 0:
-        return found
-    for i in range(int(s.edit_tables[table, 0, 0])):
-        row, chain = (int(s.edit_tables[table, part, 1 + i]) for part in (0, 1))
+    for i in range(at, at + n * op.RECORD_SIZE, op.RECORD_SIZE):
+        row, first, count = (int(step[i + part]) for part in (op.ROW, op.ENTRIES, op.N_ENTRIES))
         assert row not in found
-        entries = range(int(s.chain_start[chain]), int(s.chain_start[chain + 1]))
-        found[row] = [float(s.entry_float[e, 0]) for e in entries]
+        found[row] = [float(step[first + e * op.ENTRY_SIZE + op.A].view(torch.float32)) for e in range(count)]
     return found
 
 
@@ -102,8 +111,12 @@ def test_any_requests_and_chunks_against_brute_force(asked: list[Any], seed: int
     first = [r.randint(0, 25) for _ in asked]
     starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     plan = make_edit_plan(BatchView([*states], starts, first), states, {})
-    if plan is not None:
-        b.load(plan, torch.zeros(ROWS, dtype=torch.int32))
+    ids = torch.zeros(ROWS, dtype=torch.int32)
+    area = (
+        load(b, plan, ids)
+        if plan is not None
+        else StepArea(AreaSize(dict.fromkeys(PLACES, 1), frozenset(), 0, 0), torch.device("cpu"))
+    )
     for place in PLACES:
         want: dict[int, list[float]] = {}
         for i, edits in enumerate(data):
@@ -115,7 +128,7 @@ def test_any_requests_and_chunks_against_brute_force(asked: list[Any], seed: int
                 ]
                 if mine:
                     want[starts[i] + offset] = mine
-        assert tables(b, place) == want
+        assert tables(area, place) == want
     for state in states.values():
         b.release(state)
     assert b.used() == {"vectors": 0, "gates": 0}
@@ -127,22 +140,21 @@ def step(
     state = b.admit(data, Vectors())
     plan = make_edit_plan(BatchView(["r"], [0, rows], [first]), {"r": state}, {})
     assert plan is not None
-    b.load(plan, torch.tensor(tokens or [0] * rows, dtype=torch.int32))
-    return plan
+    return plan, load(b, plan, torch.tensor(tokens or [0] * rows, dtype=torch.int32), rows)
 
 
 def test_many_pieces_with_the_same_edits_are_one_chain() -> None:
     """A selector by token id cuts a long prompt into many pieces; tables must not grow with them."""
     b = bank(requests=1, rows=200)
-    plan = step(b, [edit(rows=[[i, i + 1] for i in range(0, 200, 2)])], 200)
+    plan, area = step(b, [edit(rows=[[i, i + 1] for i in range(0, 200, 2)])], 200)
     assert len(plan.chain_start) == 2
-    assert tables(b, ("resid_post", 1)) == {i: [1.0] for i in range(0, 200, 2)}
+    assert tables(area, ("resid_post", 1)) == {i: [1.0] for i in range(0, 200, 2)}
 
 
 def test_edits_that_share_a_condition_share_its_flag() -> None:
     b = bank(requests=1, rows=8)
     same = gate([[0, 8]])
-    plan = step(b, [edit(gate=same, rows=[[7, -1]]), edit(2.0, gate=same, layers=[2], rows=[[7, -1]])], 8)
+    plan, _ = step(b, [edit(gate=same, rows=[[7, -1]]), edit(2.0, gate=same, layers=[2], rows=[[7, -1]])], 8)
     assert b.used()["gates"] == 1
     assert len(plan.cond_int) == 1
 
@@ -150,9 +162,20 @@ def test_edits_that_share_a_condition_share_its_flag() -> None:
 def test_several_conditions_read_every_row_of_a_full_step() -> None:
     b = bank(requests=1, rows=8)
     many = [edit(gate=gate([[0, 8]], bound=float(i)), rows=[[7, -1]]) for i in range(CONDITIONS_A_ROW)]
-    step(b, many, 8)
-    with pytest.raises(CapacityError, match="40 condition rows"):
-        step(bank(requests=1, rows=8), [*many, edit(gate=gate([[0, 8]], bound=-1.0), rows=[[7, -1]])], 8)
+    _, area = step(b, many, 8)
+    _, _, at, n = area.headers["resid_post", 0].tolist()
+    conditions = area.step[at : at + n].tolist()
+    read = [area.step[c + op.ROWS : c + op.N_ROWS + 1].tolist() for c in conditions]
+    assert [area.step[a : a + rows].tolist() for a, rows in read] == [[*range(8)]] * CONDITIONS_A_ROW
+
+
+def test_tables_beyond_what_is_reserved_are_refused() -> None:
+    b = bank(requests=1, rows=8)
+    state = b.admit([edit()], Vectors())
+    plan = make_edit_plan(BatchView(["r"], [0, 8], [0]), {"r": state}, {})
+    area = StepArea(AreaSize({("resid_post", 1): 4}, frozenset(), 1, 0), torch.device("cpu"))
+    with pytest.raises(CapacityError, match="84 words of tables, 52 are reserved"):
+        area.load(None, plan)
 
 
 def test_conditions_below_what_was_seen_are_not_read_again() -> None:
@@ -167,7 +190,9 @@ def test_token_filters_of_an_edit_and_of_its_condition_both_hold() -> None:
     b = bank()
     mine = {"token_ids": [1, 2], "sure": [[0, 1]]}
     condition = gate([[0, -1]], per_row=True, filter={"token_ids": [2, 3], "sure": [[0, 2]]})
-    plan = step(b, [edit(gate=condition, filters=[mine, condition["filter"]])], 6, tokens=[9, 1, 2, 3, 1, 2])
+    plan, _ = step(
+        b, [edit(gate=condition, filters=[mine, condition["filter"]])], 6, tokens=[9, 1, 2, 3, 1, 2]
+    )
     flag = plan.token_rows[0][0]
     assert b.state["stream"].row_flags[flag, :6].tolist() == [1, 1, 1, 0, 0, 1]
 

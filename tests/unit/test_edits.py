@@ -168,25 +168,6 @@ def test_zero_is_a_fine_vector_to_add_and_all_problems_are_told_at_once(tensors:
     assert "intervene.b.vector" in str(caught.value)
 
 
-def test_two_clamps_of_one_direction(tensors: Tensors) -> None:
-    v, w = tensors.ref("v"), tensors.ref("w")
-    clamp = {**POST, "method": "clamp", "vector": v, "target": 1.0}
-    for other in ({"target": 2.0}, {"method": "ablate"}, {"layers": [3, 1], "target": -1.0}):
-        second = {**clamp, **other}
-        if second["method"] == "ablate":
-            second.pop("target")
-        with pytest.raises(ProgramError, match=r"intervene\.b.*conflict"):
-            program(a=clamp, b=second)
-    for other in (
-        {"vector": w},
-        {"layers": [2]},
-        {"site": "resid_mid"},
-        {"positions": "generated"},
-        {"target": 1.0},
-    ):
-        program(a=clamp, b={**clamp, "target": 2.0, **other})
-
-
 # -- gates ------------------------------------------------------------------------------------
 
 

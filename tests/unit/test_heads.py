@@ -1,13 +1,17 @@
-"""Head finding against arithmetic done by hand, and the program that it writes."""
+"""Head finding against arithmetic done by hand."""
 
 import sys
 
 import pytest
 import torch
-import yaml
 
-from vllm_hook.build import heads
+from vllm_hook.analyzers.attention_tracker import focus
+from vllm_hook.build import _torchvision, heads
 from vllm_hook.build.heads import auroc, build_guard, candidate_scores, select_heads, top_heads
+from vllm_hook.build.model import open_model
+from vllm_hook.build.on_hf import HfBackend
+from vllm_hook.build.prompts import tracker_prompt
+from vllm_hook.build.records import Injection
 from vllm_hook.errors import HookError
 
 # One layer, three heads. Means .8 .6 .5 and population stds .1 .2 0 for normal prompts;
@@ -93,21 +97,16 @@ def test_span_of_an_instruction_that_the_data_repeat():
     assert spans["instruction"] == [4, 5]
 
 
-def records(styles):
-    return [{"id": str(i), "style": s, "instruction": "i", "data": "d"} for i, s in enumerate(styles)]
-
-
-def make_guard():
+def make_guard(finding=("normal_short", "normal_long", "ignore", "ignore_long")):
     # One layer, two heads; head 0 tells the kinds apart.
-    finding = records(["normal_short", "normal_long", "ignore", "ignore_long"])
     found = torch.tensor([[[0.9, 0.5]], [[0.7, 0.5]], [[0.2, 0.5]], [[0.1, 0.5]]])
-    held = records(["normal", "normal", "forget", "naive"])
+    held = ["normal", "normal", "forget", "naive"]
     measured = torch.tensor([[[0.8, 0.5]], [[0.3, 0.5]], [[0.2, 0.5]], [[0.35, 0.5]]])
-    return build_guard(finding, found, held, measured, k=1), finding, held
+    return build_guard(finding, found, held, measured, k=1)
 
 
 def test_guard_is_calibrated_on_the_finding_set_and_measured_on_the_other():
-    guard, _, _ = make_guard()
+    guard = make_guard()
     assert guard.choice.heads == [(0, 0)]
     assert guard.threshold == pytest.approx(0.4)  # midpoint of .7 and .1
     assert guard.auroc == {"forget": 1.0, "naive": 0.5}
@@ -115,18 +114,9 @@ def test_guard_is_calibrated_on_the_finding_set_and_measured_on_the_other():
     assert guard.false_alarms == (1, 2)
 
 
-def test_program_text_is_a_program_with_provenance():
-    guard, finding, held = make_guard()
-    config = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 64}
-    text = heads.program_text(guard, "my-guard", "Tiny", config, ("a.jsonl", finding), ("b.jsonl", held))
-    program = yaml.safe_load(text)
-    assert program["name"] == "my-guard"
-    assert program["model"] == {"layers": 1, "heads": 2, "hidden": 64}
-    assert program["observe"]["focus"]["heads"] == [[0, 0]]
-    assert program["spans"]["data"] == {"message": "user", "after": "Data: "}
-    assert program["analyze"]["injection"]["options"]["threshold"] == 0.4
-    for part in ("# Model     Tiny", "AUROC 0.500", "1/2 (false alarms)", "4 prompts (a.jsonl"):
-        assert part in text
+def test_without_styles_of_matched_length_all_prompts_calibrate():
+    guard = make_guard(("normal_a", "normal_b", "x", "y"))
+    assert guard.threshold == pytest.approx((0.8 + 0.15) / 2)
 
 
 def test_a_torchvision_that_fails_to_import_is_hidden(monkeypatch, tmp_path):
@@ -140,7 +130,7 @@ def test_a_torchvision_that_fails_to_import_is_hidden(monkeypatch, tmp_path):
     heads.hide_broken_torchvision()
     with pytest.raises(ImportError):
         import torchvision  # noqa: F401
-    assert heads.importlib.util.find_spec("torchvision") is None
+    assert _torchvision.importlib.util.find_spec("torchvision") is None
     heads.hide_broken_torchvision()  # again: nothing to do
 
 
@@ -150,8 +140,11 @@ def test_hugging_face_backend_by_a_second_route(tmp_path):
     tiny = load_tiny()
     path = tiny.make_tiny(tmp_path, "llama", num_hidden_layers=2)
     record = {"instruction": "Say apple", "data": "the fox jumps"}
-    got = heads.hf_attention_scores(path, [record])
-    assert got.shape == (1, 2, 4)
+    model = open_model(str(path))
+    prompt = tracker_prompt(model.tokenizer, Injection(1, "i", "normal", **record))
+    (mass,) = HfBackend(model).masses([prompt])
+    assert mass.shape == (2, 4, 2)
+    got = focus(mass)[None]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     pieces = ["system: ", "Say apple", "\nuser: Data: ", "the fox jumps", "\nassistant:"]

@@ -139,7 +139,53 @@ def test_hidden_states(convert: Any, mode: dict[str, str], positions: Any) -> No
 def test_steering(convert: Any, config: dict[str, Any], expected: dict[str, Any]) -> None:
     program, notes = convert({"steering": {"vector_path": "v.pt", **config}})
     assert program["intervene"] == {"steering": {"site": "resid_post", **expected}}
-    assert any("v.pt was relative to the working directory" in note for note in notes)
+    assert any("there is no v.pt here or beside old config.json" in note for note in notes)
+    assert any("adjust_rs did not use it" in note for note in notes) == (
+        config["method"] == "adjust_rs" and "coefficient" in config
+    )
+    nothing = config["method"] != "adjust_rs" and "coefficient" not in config
+    assert any("nothing is added" in note for note in notes) == nothing
+
+
+@pytest.mark.parametrize(("layer", "layers"), [("all", "all"), (3, [3]), ([3, -1], [3, -1]), ([0], [0])])
+def test_layers_of_steering(convert: Any, layer: Any, layers: Any) -> None:
+    program, _ = convert({"steering": {"vector_path": "v.pt", "optimal_layer": layer}})
+    assert program["intervene"]["steering"]["layers"] == layers
+    program, _ = convert({"steering": {"vector_path": "v.pt", "layers": layer, "optimal_layer": 7}})
+    assert program["intervene"]["steering"]["layers"] == layers
+
+
+def test_what_adjust_rs_ignored(convert: Any) -> None:
+    steering = {"vector_path": "v.pt", "method": "adjust_rs", "apply_at_all_positions": False}
+    program, notes = convert({"steering": steering})
+    assert program["intervene"]["steering"]["positions"] == "all"
+    assert any("adjust_rs acted on every position in spite of it" in note for note in notes)
+
+
+def test_the_vector_is_found_from_where_the_program_will_lie(tmp_path: Path, monkeypatch: Any) -> None:
+    """In the working directory, as it was; else beside the configuration."""
+    here, config = tmp_path / "here", tmp_path / "configs" / "old.json"
+    for folder in (here / "vectors", config.parent / "vectors", tmp_path / "programs"):
+        folder.mkdir(parents=True)
+    config.write_text(json.dumps({"steering": {"vector_path": "vectors/v.pt"}}))
+    monkeypatch.chdir(here)
+
+    def vector(folder: Path | None) -> str:
+        program, notes = import_legacy(config, folder)
+        assert not any("there is no" in note for note in notes)
+        edit = program["intervene"]["steering"]
+        assert edit["vector"].removesuffix("#dir") == edit["target"].removesuffix("#avg_proj")
+        return edit["vector"].removesuffix("#dir")
+
+    (config.parent / "vectors" / "v.pt").touch()
+    assert vector(tmp_path / "programs") == "../configs/vectors/v.pt"
+    assert vector(config.parent) == "vectors/v.pt"
+    (here / "vectors" / "v.pt").touch()
+    assert vector(tmp_path / "programs") == "../here/vectors/v.pt"
+    assert vector(None) == "vectors/v.pt"
+    absolute = str(here / "vectors" / "v.pt")
+    config.write_text(json.dumps({"steering": {"vector_path": absolute}}))
+    assert vector(tmp_path / "programs") == absolute
 
 
 def test_what_is_unknown_is_noted(convert: Any) -> None:
@@ -163,6 +209,18 @@ def test_what_is_unknown_is_noted(convert: Any) -> None:
         (
             {"steering": {"method": "x", "vector": "v"}},
             "steering.method: 'x' is neither adjust_rs nor add_vector",
+        ),
+        (
+            {"steering": {"vector": "v", "phase": "later"}},
+            "steering.phase: 'later' is none of both, prefill and decode",
+        ),
+        (
+            {"steering": {"vector": "v", "positions": "some"}},
+            "steering.positions: 'some' is neither all_tokens nor last_token",
+        ),
+        (
+            {"steering": {"vector": "v", "optimal_layer": "x"}},
+            "intervene.steering.layers: write all, or a list",
         ),
         ({"important_heads": [[1]]}, "observe.focus.heads[0]: write [layer, head]"),
     ],

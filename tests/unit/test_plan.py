@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from vllm_hook.engine.output import assemble
 from vllm_hook.errors import CapacityError
+from vllm_hook.ops.edit import HEADER_SIZE, RECORD_SIZE
 from vllm_hook.program.resolve import ResolvedObservation, union
-from vllm_hook.runtime.buffers import SiteBank, buffer_bytes, tap_sites
-from vllm_hook.runtime.collect import collect
+from vllm_hook.runtime.buffers import SiteBank, site_bytes, tap_sites
+from vllm_hook.runtime.collect import collect, split
 from vllm_hook.runtime.plan import BatchView, make_plan, positions_within
 from vllm_hook.runtime.requests import PAYLOAD_KEY, Lane, Tracker, payload, read_payload, worker_rows
 from vllm_hook.sites import Armed, ModelFacts
@@ -67,9 +68,9 @@ class FakeEngine:
             return None
         self.bank.load(plan)
         at = [(r, a + i) for r, a, n in batch for i in range(n)]
-        for (site, layer), tap in self.bank.taps.items():
+        for (site, layer), tap in self.bank.sites.items():
             tap(torch.stack([content(site, layer, r, p) for r, p in at]))
-        for req, records in collect(plan, self.bank, FACTS, pages=None).items():
+        for req, records in split(collect(plan, self.bank, FACTS, pages=None)).items():
             self.rows.setdefault(int(req), []).extend(records)
         self.bank.clear()
         return plan
@@ -187,7 +188,7 @@ def test_nothing_asked_for_is_no_plan():
     engine.add(1, [])
     assert "1" not in engine.tracker.states
     assert engine.step([(0, 0, 9), (1, 0, 4), (2, 0, 4)]) is None
-    assert all(int(tap.fired) == 0 for tap in engine.bank.taps.values())
+    assert all(int(tap.fired) == 0 for tap in engine.bank.sites.values())
 
 
 @pytest.mark.parametrize(("known", "again"), [(7, []), (6, [5]), (5, [4, 5])])
@@ -264,7 +265,24 @@ def test_token_ids_take_all_generated_rows_on_the_device():
 def test_attention_needs_queries_and_memory_is_what_is_said():
     armed = Armed.of("attention", [0, 1], "last") | Armed.of("q", [1], "all") | Armed.of("k", [0], "last")
     assert tap_sites(armed) == {("q", 0): "last", ("q", 1): "all", ("k", 0): "last"}
-    tables = 3 * (1 + 64) * 4
-    assert buffer_bytes(armed, FACTS, 8, 64, 2) == 2 * (8 * 4 + 64 * 4 + 8 * 2) + tables
+    buffers = 2 * (8 * 4 + 64 * 4 + 8 * 2)
+    tables = 4 * (3 * HEADER_SIZE + (8 + 64 + 8) * RECORD_SIZE)
+    assert site_bytes(armed, FACTS, 8, 64, 4, 16, 2) == buffers + tables
     bank = SiteBank(armed, FACTS, 8, 64, torch.bfloat16, torch.device("cpu"))
-    assert sum(t.buf.numel() * 2 for t in bank.taps.values()) + tables == buffer_bytes(armed, FACTS, 8, 64, 2)
+    assert sum(t.numel() * 2 for t in bank.taken.values()) == buffers
+    assert bank.bytes() == buffers + tables
+
+
+def test_chunks_that_lie_behind_each_other_are_not_copied():
+    whole = torch.arange(24.0).view(2, 6, 2)
+    chunks = [(np.arange(a, b), whole[:, a:b]) for a, b in ((0, 1), (1, 4), (4, 6))]
+    values, missing = assemble(chunks, np.arange(6), Lane("resid_post", (0, 1)))
+    assert not missing
+    assert torch.equal(values, whole)
+    assert values.data_ptr() == whole.data_ptr()
+    apart = [(p, v.clone()) for p, v in chunks]
+    values, _ = assemble(apart, np.arange(6), Lane("resid_post", (0, 1)))
+    assert torch.equal(values, whole)
+    gap = [chunks[0], chunks[2]]
+    values, missing = assemble(gap, np.asarray([0, 4, 5]), Lane("resid_post", (0, 1)))
+    assert torch.equal(values, whole[:, [0, 4, 5]])

@@ -152,6 +152,21 @@ def test_programs_are_immutable() -> None:
             },
             "intervene.e: give exactly one of weight and mass",
         ),
+        (
+            {
+                "intervene": {
+                    "e": {
+                        "site": "mlp_out",
+                        "method": "sae",
+                        "sae": "f",
+                        "features": [1, 2],
+                        "target": 1.0,
+                        "keep_norm": True,
+                    }
+                }
+            },
+            "intervene.e: keep_norm takes one feature: write an intervention for each",
+        ),
         ({"act": [{"if": "x.flaged", "do": "tag"}]}, "act[0].if: 'x.flaged' is not a condition"),
         ({"act": [{"if": "x above 1.2.3", "do": "tag"}]}, "act[0].if: 'x above 1.2.3' is not a condition"),
         (

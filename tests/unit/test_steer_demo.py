@@ -9,8 +9,9 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from vllm_hook import show
+from vllm_hook.build.sweep import Answer, repetition
 from vllm_hook.demo import steer, steer_build
-from vllm_hook.demo.behaviours import BEHAVIOURS, is_capitals, is_french, is_list, is_short, repetition
+from vllm_hook.demo.behaviours import BEHAVIOURS, is_capitals, is_french, is_list, is_short
 from vllm_hook.errors import HookError
 from vllm_hook.runtime.loading import load_program
 from vllm_hook.sites import ModelFacts
@@ -126,7 +127,7 @@ def test_shipped_program_fits_the_model(name):
 
 
 def outcome(strength, texts, nll):
-    return steer.Outcome(strength, [steer.Answer(t, (1, 2), True, nll) for t in texts])
+    return steer.Outcome(strength, [Answer(t, (1, 2), True, nll) for t in texts])
 
 
 PLAIN = outcome(0.0, ["a b", "c d"], math.log(2))
@@ -141,13 +142,13 @@ def test_figures_by_hand():
 
 
 def test_perplexity_weighs_tokens():
-    answers = [steer.Answer("x", (1,), True, math.log(8)), steer.Answer("y", (1, 2), True, 0.0)]
+    answers = [Answer("x", (1,), True, math.log(8)), Answer("y", (1, 2), True, 0.0)]
     assert steer.Outcome(1.0, answers).perplexity() == pytest.approx(2.0)
 
 
 def test_the_demo_says_when_it_did_not_work():
     console = Console(file=io.StringIO(), width=200)
-    half = steer.Outcome(3.0, [*LOUD.answers, steer.Answer("c d", (1,), True, math.log(3))])
+    half = steer.Outcome(3.0, [*LOUD.answers, Answer("c d", (1,), True, math.log(3))])
     plain = steer.Outcome(0.0, [*PLAIN.answers, PLAIN.answers[0]])
     assert not steer.verdict(BEHAVIOURS["capitals"], plain, half, console)  # a third is not enough
     assert "Outside its bounds" in console.file.getvalue()

@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -60,6 +61,15 @@ def test_pt_files(tmp_path: Path) -> None:
     assert torch.equal(read_tensor("bare.pt", tmp_path), WEIGHT)
 
 
+def test_pt_files_of_numpy_arrays(tmp_path: Path) -> None:
+    array = WEIGHT.numpy()
+    content = {"dir": array, "half": array.astype("float16"), "avg_proj": np.float32(1.5)}
+    torch.save(content, tmp_path / "n.pt")
+    assert torch.equal(read_tensor("n.pt#dir", tmp_path), WEIGHT)
+    assert torch.equal(read_tensor("n.pt#half", tmp_path), WEIGHT.half().float())
+    assert read_scalar("n.pt#avg_proj", tmp_path) == 1.5
+
+
 def test_pt_files_never_run_code(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
@@ -67,7 +77,8 @@ def test_pt_files_never_run_code(tmp_path: Path) -> None:
 
     (tmp_path / "evil.pt").write_bytes(pickle.dumps({"dir": Evil()}, protocol=2))
     torch.save({"dir": Evil()}, tmp_path / "zip.pt")
-    for ref in ("evil.pt", "zip.pt"):
+    torch.save({"dir": np.array([Evil()], dtype=object)}, tmp_path / "objects.pt")
+    for ref in ("evil.pt", "zip.pt", "objects.pt"):
         with pytest.raises(ProgramError, match=r"\.pt: cannot be read as a weights-only \.pt file"):
             read_tensors(ref, tmp_path)
     assert not (tmp_path / "owned").exists()

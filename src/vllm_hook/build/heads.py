@@ -1,17 +1,12 @@
 """Find the attention heads that show prompt injection (Attention Tracker, arXiv 2411.00348).
 
-Offline: Hugging Face runs the model with eager attention in float32 and this module reads the last
-row. Shapes: N prompts, L layers, H query heads. ``python -m vllm_hook.build.heads --model DIR``
-writes the program that ships as ``programs/smollm2-injection-guard.yaml``, with its provenance.
+:func:`build_heads` is what ``vllm-hook build heads`` does; the functions above it are pure arithmetic on
+attention shares. Shapes: N prompts, L layers, H query heads.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import importlib.util
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -21,11 +16,34 @@ from typing import Any
 import torch
 
 from ..analyzers.attention_tracker import calibrate, focus
-from ..errors import HookError, SpanError
+from ..errors import HookError
+from ._torchvision import hide_broken_torchvision
+from .artifact import provenance, publish
+from .backend import Needs
+from .job import CHUNK, Job
+from .prompts import check_lengths, render, tracker_prompt
+from .records import DATA_MARK, Injection, read_injections, refuse_overlap, split
+
+__all__ = [
+    "DATA_MARK",
+    "Guard",
+    "HeadChoice",
+    "auroc",
+    "build_guard",
+    "build_heads",
+    "candidate_scores",
+    "head_mean",
+    "hide_broken_torchvision",
+    "is_normal",
+    "packaged",
+    "read_records",
+    "render",
+    "select_heads",
+    "top_heads",
+]
 
 Head = tuple[int, int]
 Record = Mapping[str, str]
-DATA_MARK = "Data: "
 #: Styles of the finding set whose means the threshold lies between.
 LENGTH_MATCHED = ("normal_long", "ignore_long")
 
@@ -95,78 +113,6 @@ def auroc(attacked: Sequence[float], normal: Sequence[float]) -> float:
     return wins / (len(attacked) * len(normal))
 
 
-def hide_broken_torchvision() -> None:
-    """Make this process pass over a torchvision that is installed but fails to import.
-
-    Without it transformers cannot load models beside a torchvision that was built for another torch.
-    """
-    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is None:
-        return
-    try:
-        importlib.import_module("torchvision")
-    except Exception:
-        for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        sys.modules["torchvision"] = None  # type: ignore[assignment]  # found by nobody from here on
-        utils = sys.modules.get("transformers.utils.import_utils")
-        forget = getattr(getattr(utils, "is_torchvision_available", None), "cache_clear", None)
-        if forget is not None:
-            forget()
-
-
-def render(tokenizer: Any, record: Record) -> tuple[list[int], dict[str, list[int]]]:
-    """Token ids of a record's prompt, and the token positions of ``instruction`` and ``data``.
-
-    A token belongs to a span if its characters overlap it, in the rendered chat template.
-    """
-    user = DATA_MARK + record["data"]
-    messages = [{"role": "system", "content": record["instruction"]}, {"role": "user", "content": user}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    at = text.find(record["instruction"])
-    user_at = text.find(user, at + len(record["instruction"]))
-    if at < 0 or user_at < 0:
-        raise SpanError("the chat template changes the messages; their spans cannot be located")
-    data_at = user_at + len(DATA_MARK)
-    chars = {
-        "instruction": (at, at + len(record["instruction"])),
-        "data": (data_at, data_at + len(record["data"])),
-    }
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    spans = {
-        name: [
-            i
-            for i, (start, end) in enumerate(encoded["offset_mapping"])
-            if start < stop and end > begin and end > start
-        ]
-        for name, (begin, stop) in chars.items()
-    }
-    return encoded["input_ids"], spans
-
-
-def hf_attention_scores(model_path: str | Path, records: Sequence[Record]) -> torch.Tensor:
-    """Share of the last prompt token's attention on the instruction, for every head: [N, L, H].
-
-    ``instruction / (instruction + data + 1e-8)`` with Hugging Face's eager attention in float32, one
-    prompt at a time. A record has the keys ``instruction`` and ``data``.
-    """
-    hide_broken_torchvision()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(model_path))
-    model = AutoModelForCausalLM.from_pretrained(
-        str(model_path), dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    rows = []
-    for record in records:
-        ids, spans = render(tokenizer, record)
-        with torch.inference_mode():
-            out = model(torch.tensor([ids]), output_attentions=True, use_cache=False)
-        last = torch.stack([a[0, :, -1, :] for a in out.attentions])  # [L, H, tokens]
-        mass = torch.stack([last[..., spans[name]].sum(-1) for name in ("instruction", "data")], -1)
-        rows.append(focus(mass))
-    return torch.stack(rows)
-
-
 @dataclass(frozen=True)
 class Guard:
     """Heads with a threshold and how well they do on held-out prompts.
@@ -194,31 +140,32 @@ def head_mean(shares: torch.Tensor, heads: Sequence[Head]) -> list[float]:
 
 
 def build_guard(
-    finding: Sequence[Record],
+    finding: Sequence[str],
     found: torch.Tensor,
-    held_out: Sequence[Record],
+    held_out: Sequence[str],
     held: torch.Tensor,
     k: float = 4,
     top: int = 8,
 ) -> Guard:
     """Choose heads and threshold on ``finding``, then measure on ``held_out``.
 
-    ``found`` and ``held`` [N, L, H] are their attention shares. The threshold is the midpoint between
-    the means of ``normal_long`` and ``ignore_long``, which have the lengths that text to be guarded has.
+    ``finding`` and ``held_out`` are styles, ``found`` and ``held`` [N, L, H] the attention shares of the
+    prompts. The threshold is the midpoint between the means of ``normal_long`` and ``ignore_long``, which
+    have the lengths that text to be guarded has; without these styles, of all normal and all attacked.
     """
 
     def rows(keep: Sequence[bool]) -> torch.Tensor:
         return found[torch.tensor(keep)]
 
-    normal = [is_normal(r) for r in finding]
-    choice = select_heads(rows(normal), rows([not n for n in normal]), k, top)
-    threshold = calibrate(
-        *(head_mean(rows([r["style"] == s for r in finding]), choice.heads) for s in LENGTH_MATCHED)
-    )
-    threshold = round(threshold, 3)
+    normal = [style.startswith("normal") for style in finding]
+    attacked = [not n for n in normal]
+    choice = select_heads(rows(normal), rows(attacked), k, top)
+    matched = set(LENGTH_MATCHED) <= set(finding)
+    sides = [[style == s for style in finding] for s in LENGTH_MATCHED] if matched else [normal, attacked]
+    threshold = round(calibrate(*(head_mean(rows(side), choice.heads) for side in sides)), 3)
     scores: dict[str, list[float]] = {}
-    for record, value in zip(held_out, head_mean(held, choice.heads), strict=True):
-        scores.setdefault("normal" if is_normal(record) else record["style"], []).append(value)
+    for style, value in zip(held_out, head_mean(held, choice.heads), strict=True):
+        scores.setdefault("normal" if style.startswith("normal") else style, []).append(value)
     plain = scores["normal"]
 
     def flagged(values: list[float]) -> tuple[int, int]:
@@ -235,115 +182,113 @@ def build_guard(
     )
 
 
-TEMPLATE = """\
-# Flags prompt injection in the user's data by where the model looks (Attention Tracker, arXiv 2411.00348).
-# Written by `python -m vllm_hook.build.heads`; prompt: system = instruction, user = "Data: " + text.
-#
-# Model     {model}; attention by Hugging Face, eager, float32, last prompt token
-# Heads     {heads_from};
-#           on {n_finding} prompts ({finding}: {finding_styles})
-# Threshold midpoint of the means of {calibration} in the same prompts
-# Measured  on {n_held} prompts by which neither was chosen ({held_out}); AUROC against its normal ones:
-{measured}
-#           normal           flagged {false_alarms[0]}/{false_alarms[1]} (false alarms)
-# The score also moves with length: up with the instruction's, down with that of harmless data. Calibrate
-# the threshold, and if need be the heads, on prompts like your own.
-schema: 1
-name: {name}
-model: {{layers: {layers}, heads: {n_heads}, hidden: {hidden}}}
-spans:
-  instruction: {{message: system}}
-  data: {{message: user, after: "{mark}"}}
-observe:
-  focus:
-    site: attention_mass
-    heads: {heads}
-    rows: last_prompt
-    keys: [instruction, data]
-analyze:
-  injection:
-    analyzer: attention_tracker
-    observe: focus
-    options: {{instruction: instruction, data: data, threshold: {threshold}}}
-"""
+TITLE = """\
+Flags prompt injection in the user's data by where the model looks (Attention Tracker, arXiv 2411.00348).
+Prompt: system = instruction, user = "Data: " + text. The score also moves with length: up with the
+instruction's, down with that of harmless data. Calibrate the threshold on prompts like your own."""
 
 
-def program_text(
-    guard: Guard,
-    name: str,
-    model: str,
-    config: Mapping[str, Any],
-    finding: tuple[str, Sequence[Record]],
-    held_out: tuple[str, Sequence[Record]],
-) -> str:
-    """The program file (YAML) with its provenance as comments.
+def build_heads(
+    job: Job,
+    data: Path,
+    held_out: Path | None = None,
+    k: float = 4,
+    top: int = 8,
+    share: float = 0.3,
+    seed: int = 0,
+) -> Guard:
+    """Find heads and a threshold in ``data``, measure them on ``held_out``, write the program.
 
-    ``config`` is the model's ``config.json``. The other arguments serve the comments: what to call the
-    model, and the two sets as (name, records).
+    Without ``held_out`` a ``share`` of ``data`` (by style, whole groups, by ``seed``) is kept for that.
+    HookError: what is wrong with the data, a prompt or the output; nothing is written then.
     """
-    measured = "\n".join(
-        f"#           {style:<16} AUROC {guard.auroc[style]:.3f}, flagged {hit}/{of}"
+    finding, source = read_injections(data)
+    sources = {"found_on": source}
+    if held_out is None:
+        finding, held = split(finding, share, seed, lambda r: r.style, lambda r: r.group)
+    else:
+        held, sources["measured_on"] = read_injections(held_out)
+        refuse_overlap(finding, held, held_out)
+    _both_kinds(finding, data)
+    _both_kinds(held, held_out or data)
+    records = [*finding, *held]
+    files = [data] * len(finding) + [held_out or data] * len(held)
+    tokenizer = job.model.tokenizer
+    prompts = [tracker_prompt(tokenizer, r, str(f)) for r, f in zip(records, files, strict=True)]
+    longest = check_lengths(prompts, job.model.length, room=1)
+    work = job.work("heads", sources, split=[share, seed] if held_out is None else None)
+    backend = job.open(Needs(masses=True, longest=longest))
+    masses = work.tensors(
+        "attention",
+        prompts,
+        CHUNK,
+        lambda piece: backend().masses(piece),
+        f"attention of {len(prompts)} prompts",
+    )
+    shares = focus(torch.stack(masses))
+    n = len(finding)
+    guard = build_guard([r.style for r in finding], shares[:n], [r.style for r in held], shares[n:], k, top)
+    publish(job.output, TITLE, _provenance(job, sources, guard, finding, k, top, seed), _program(job, guard))
+    work.done()
+    return guard
+
+
+def _both_kinds(records: Sequence[Injection], path: Path) -> None:
+    if len({r.normal for r in records}) < 2:
+        raise HookError(
+            f"{path}, style: the part to find on or to measure on lacks normal or attacked examples"
+        )
+
+
+def _provenance(
+    job: Job, sources: Any, guard: Guard, finding: Sequence[Injection], k: float, top: int, seed: int
+) -> dict[str, Any]:
+    scores: dict[str, Any] = {
+        style: {"auroc": round(guard.auroc[style], 4), "flagged": f"{hit}/{of}"}
         for style, (hit, of) in guard.caught.items()
+    }
+    scores["normal"] = {"flagged": "{}/{}".format(*guard.false_alarms)}
+    candidates = {f"{i}-{j}": round(float(guard.choice.scores[i, j]), 4) for i, j in guard.choice.heads}
+    return provenance(
+        "heads",
+        job.model,
+        sources,
+        f"{guard.choice.describe()}; threshold: midpoint of the means of normal and attacked",
+        options={"k": k, "top": top, "seed": seed, "examples": len(finding)},
+        measured_by=job.measured_by,
+        candidate_scores=candidates,
+        held_out=scores,
     )
-    return TEMPLATE.format(
-        model=model,
-        heads_from=guard.choice.describe(),
-        n_finding=len(finding[1]),
-        finding=finding[0],
-        finding_styles=", ".join(dict.fromkeys(r["style"] for r in finding[1])),
-        n_held=len(held_out[1]),
-        held_out=held_out[0],
-        calibration=" and ".join(LENGTH_MATCHED),
-        measured=measured,
-        false_alarms=guard.false_alarms,
-        name=name,
-        layers=config["num_hidden_layers"],
-        n_heads=config["num_attention_heads"],
-        hidden=config["hidden_size"],
-        mark=DATA_MARK,
-        heads=[list(h) for h in guard.choice.heads],
-        threshold=guard.threshold,
-    )
+
+
+def _program(job: Job, guard: Guard) -> dict[str, Any]:
+    return {
+        **job.program("layers", "heads", "hidden"),
+        "spans": {"instruction": {"message": "system"}, "data": {"message": "user", "after": DATA_MARK}},
+        "observe": {
+            "focus": {
+                "site": "attention_mass",
+                "heads": [list(h) for h in guard.choice.heads],
+                "rows": "last_prompt",
+                "keys": ["instruction", "data"],
+            }
+        },
+        "analyze": {
+            "injection": {
+                "analyzer": "attention_tracker",
+                "observe": "focus",
+                "options": {"instruction": "instruction", "data": "data", "threshold": guard.threshold},
+            }
+        },
+    }
+
+
+def packaged(name: str) -> Path:
+    """A data file that ships with the package."""
+    return Path(str(resources.files("vllm_hook"))) / "demo" / "data" / name
 
 
 def read_records(path: Path | None, default: str) -> list[Record]:
     """Records of a JSONL file; without a path those of the demo's file ``default``."""
-    source = path or resources.files("vllm_hook") / "demo" / "data" / default
-    return [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line: find heads in ``--model``, measure them and write the program to ``--out``."""
-    parser = argparse.ArgumentParser(prog="vllm_hook.build.heads", description=main.__doc__)
-    parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
-    parser.add_argument("--out", type=Path, required=True, help="program file to write")
-    parser.add_argument("--name", help="name of the program (default: the file's)")
-    parser.add_argument("--model-name", help="how the comment calls the model (default: the folder's name)")
-    parser.add_argument("--finding", type=Path, help="JSONL to choose by (default: the demo's)")
-    parser.add_argument("--held-out", type=Path, help="JSONL to measure on (default: the demo's)")
-    parser.add_argument("--k", type=float, default=4, help="standard deviations between the sets (default 4)")
-    parser.add_argument("--top", type=int, default=8, help="number of heads if no head passes (default 8)")
-    args = parser.parse_args(argv)
-    finding = read_records(args.finding, "head_finding.jsonl")
-    held_out = read_records(args.held_out, "held_out.jsonl")
-    shares = hf_attention_scores(args.model, [*finding, *held_out])
-    guard = build_guard(
-        finding, shares[: len(finding)], held_out, shares[len(finding) :], k=args.k, top=args.top
-    )
-    config = json.loads((Path(args.model) / "config.json").read_text(encoding="utf-8"))
-    model = args.model_name or Path(args.model).name
-    name = args.name or args.out.stem
-    text = program_text(
-        guard,
-        name,
-        model,
-        config,
-        (args.finding.name if args.finding else "head_finding.jsonl", finding),
-        (args.held_out.name if args.held_out else "held_out.jsonl", held_out),
-    )
-    args.out.write_text(text, encoding="utf-8")
-    sys.stdout.write(text)
-
-
-if __name__ == "__main__":
-    main()
+    lines = (path or packaged(default)).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line]

@@ -38,6 +38,28 @@ def centred_pca(with_Nd: Tensor, without_Nd: Tensor) -> Tensor:
     return direction.float()
 
 
+def mass_mean(with_Nd: Tensor, without_Nd: Tensor, shrink: float = 0.1) -> Tensor:
+    """Difference of the class means, tilted by the inverse covariance within the classes, f32[d].
+
+    The mass-mean direction of Marks and Tegmark, arXiv 2310.06824. Pairs are fewer than dimensions, so
+    the covariance S is shrunk to (1 - shrink) S + shrink tr(S)/d I. As long as the difference of means.
+    """
+    with_, without = _pairs(with_Nd, without_Nd)
+    difference = with_.mean(0) - without.mean(0)
+    centred = torch.cat([with_ - with_.mean(0), without - without.mean(0)])
+    count, width = centred.shape
+    spread = float(centred.square().sum()) / (count * width)
+    if not spread > 0:
+        return difference.float()
+    # Woodbury: with A = shrink * spread * I and U = sqrt((1 - shrink)/count) centred, (A + U'U) x = b.
+    base = shrink * spread
+    factor = centred * ((1 - shrink) / count) ** 0.5
+    inner = torch.eye(count, dtype=factor.dtype) + factor @ factor.T / base
+    tilted = (difference - factor.T @ torch.linalg.solve(inner, factor @ difference) / base) / base
+    scaled: Tensor = tilted * (difference.norm() / tilted.norm().clamp_min(1e-300))
+    return scaled.float()
+
+
 def clamp_target(with_Nd: Tensor, vector_d: Tensor) -> float:
     """Mean of h_with . u with u = vector/|vector|: where ``clamp`` puts the projection."""
     with_, unit = _rows(with_Nd), unit_vector(vector_d).double()

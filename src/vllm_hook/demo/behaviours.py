@@ -5,9 +5,8 @@ The rules are simple on purpose: anyone can check them by eye.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 Record = Mapping[str, str]
@@ -50,15 +49,6 @@ def is_list(text: str) -> bool:
 def is_short(text: str) -> bool:
     """One to ten words."""
     return 0 < len(text.split()) <= SHORT_WORDS
-
-
-def repetition(tokens: Sequence[int]) -> float:
-    """Share of pairs of neighbouring tokens that stood in the answer before: 1 - distinct-2.
-
-    0 for a text without repeats, near 1 for one that goes round in circles.
-    """
-    pairs = list(itertools.pairwise(tokens))
-    return 1 - len(set(pairs)) / len(pairs) if pairs else 0.0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Writes the two small prompt-injection sets of the demo: ``python -m vllm_hook.demo.make_data``.
+"""Writes every generated data file: ``python -m vllm_hook.demo.make_data``. Here: the demo's two small sets.
 
 ``head_finding.jsonl`` chooses heads and the threshold; ``held_out.jsonl`` measures them. The two
 share no sentence, no word to say and no attack wording. All sentences were written for this project. In
@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+from . import make_contrast, make_injection, make_rerank
 
 Record = dict[str, str]
 
@@ -190,12 +193,37 @@ def _record(id: str, style: str, instruction: str, data: str) -> Record:
     return {"id": id, "style": style, "instruction": instruction, "data": data}
 
 
+def questions() -> list[str]:
+    """The questions that are written by hand, for contrast pairs."""
+    folder = Path(__file__).parent / "data"
+    lines = [
+        line
+        for split in ("pairs", "tune")
+        for line in (folder / f"steer_{split}.jsonl").open(encoding="utf-8")
+    ]
+    return [json.loads(line)["question"] for line in lines]
+
+
+def sets() -> dict[str, list[dict[str, Any]]]:
+    """Every generated file by name (without .jsonl)."""
+    made: dict[str, Any] = {
+        "head_finding": head_finding(),
+        "held_out": held_out(),
+        "injection": make_injection.injections(),
+        "rerank": make_rerank.queries(),
+    }
+    asked = questions()
+    for behaviour in make_contrast.INSTRUCTIONS:
+        made[f"contrast_{behaviour}"] = make_contrast.contrasts(behaviour, asked)
+    return made
+
+
 def write(folder: Path | None = None) -> list[Path]:
-    """Write both files into ``folder`` (default: beside this module) and return their paths."""
+    """Write all files into ``folder`` (default: beside this module) and return their paths."""
     folder = folder or Path(__file__).parent / "data"
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, records in (("head_finding", head_finding()), ("held_out", held_out())):
+    for name, records in sets().items():
         path = folder / f"{name}.jsonl"
         path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
         paths.append(path)

@@ -9,8 +9,6 @@ behaviour by a rule that anyone can check, and the perplexity of the answers und
 from __future__ import annotations
 
 import json
-import math
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,17 +21,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import environment, saved
+from ..build import sweep
+from ..build.sweep import Answer
 from ..errors import HookError
 from ..show import Table as PageTable
 from ..show import sweep_figure
-from .behaviours import BEHAVIOURS, Behaviour, Record, repetition
+from .behaviours import BEHAVIOURS, Behaviour, Record
 from .model import smollm2
 
 EDIT = "style"
 TOKENS = 40
-#: vLLM's repetition_penalty, for plain and steered answers alike: greedy answers of so small a model go
-#: round in circles without, and a circle has a low perplexity.
-PENALTY = 1.15
 #: Strengths of the sweep, as multiples of the one in the program.
 FACTORS = (0.0, 0.5, 0.75, 1.0, 1.25, 1.5)
 #: With these the demo worked: by how much the rate rises at least, and the perplexity grows at most.
@@ -42,37 +39,11 @@ SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Answer:
-    """``nll``: mean negative log-likelihood of a token under the unsteered model, in nats."""
-
-    text: str
-    tokens: tuple[int, ...]
-    ended: bool
-    nll: float = math.nan
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """All answers at one strength."""
-
-    strength: float
-    answers: list[Answer]
+class Outcome(sweep.Outcome):
+    """All answers at one strength, measured by a behaviour's rule."""
 
     def rate(self, behaviour: Behaviour) -> float:
-        return statistics.fmean(behaviour.shown(a.text, a.ended) for a in self.answers)
-
-    def growth(self, plain: Outcome) -> float:
-        """Median over questions of the perplexity of the answer over that of the plain answer."""
-        both = zip(self.answers, plain.answers, strict=True)
-        return statistics.median(math.exp(a.nll - b.nll) for a, b in both)
-
-    def perplexity(self) -> float:
-        """Of all tokens of all answers together."""
-        total = sum(len(a.tokens) for a in self.answers)
-        return math.exp(sum(a.nll * len(a.tokens) for a in self.answers) / total)
-
-    def repetition(self) -> float:
-        return statistics.fmean(repetition(a.tokens) for a in self.answers)
+        return self.share(behaviour.shown)
 
 
 def program_file(behaviour: str) -> Path:
@@ -120,33 +91,9 @@ class Asker:
 
     def ask(self, questions: Sequence[str], hooks: Sequence[Any], tokens: int = TOKENS) -> list[Answer]:
         """Greedy answers, one hook a question, with their likelihood under the unsteered model."""
-        from vllm import SamplingParams
+        from ..build.on_vllm import greedy_answers
 
-        prompts = [self.prompt(question) for question in questions]
-        params = SamplingParams(temperature=0, max_tokens=tokens, repetition_penalty=PENALTY)
-        outputs = self._generate(prompts, params, list(hooks))
-        made = [
-            Answer(o.outputs[0].text, tuple(o.outputs[0].token_ids), o.outputs[0].finish_reason == "stop")
-            for o in outputs
-        ]
-        nlls = self._nll(prompts, made)
-        return [Answer(a.text, a.tokens, a.ended, nll) for a, nll in zip(made, nlls, strict=True)]
-
-    def _nll(self, prompts: Sequence[list[int]], answers: Sequence[Answer]) -> list[float]:
-        """Each distinct prompt and answer once."""
-        from vllm import SamplingParams
-
-        wholes = [(*prompt, *answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
-        distinct = list(dict.fromkeys(wholes))
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-        outputs = self._generate([list(ids) for ids in distinct], params, False)
-        found = dict(zip(distinct, outputs, strict=True))
-        values = []
-        for prompt, whole in zip(prompts, wholes, strict=True):
-            rows = found[whole].prompt_logprobs
-            logprobs = [rows[i][whole[i]].logprob for i in range(len(prompt), len(whole))]
-            values.append(-statistics.fmean(logprobs))
-        return values
+        return greedy_answers(self.llm, [self.prompt(q) for q in questions], list(hooks), tokens)
 
     def last_token(self, prompts: Sequence[list[int]], program: str) -> list[Any]:
         """Outputs with what ``program`` observed of the prompts."""

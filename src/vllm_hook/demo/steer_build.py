@@ -4,7 +4,7 @@ States come from our own capture on vLLM: ``resid_post`` of every layer at the l
 pair is either a question with and without an instruction, or a question with its answer begun, after
 two examples that show the behaviour and after the same two without (a model too small to follow an
 instruction follows examples). Layer and strength are chosen on questions of their own, never on the
-held-out ones: see :func:`best`.
+held-out ones: see :func:`vllm_hook.build.sweep.best`.
 
 ``python -m vllm_hook.demo.steer_build --out DIR`` writes a program for each behaviour.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,15 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from .. import environment
+from ..build.sweep import PENALTY, Tried, best
 from ..build.vectors import mean_difference
 from ..errors import HookError
 from .behaviours import BEHAVIOURS, Behaviour
-from .steer import EDIT, PENALTY, TOKENS, Asker, Outcome, read_questions
+from .steer import EDIT, TOKENS, Asker, read_questions
 
 #: Tried at each layer, in lengths of the vector.
 STRENGTHS = (0.6, 0.75, 0.9, 1.05, 1.2)
 POSITIONS = ["last_prompt", "generated"]
-#: Perplexity may double; ten questions are few, so here it may grow by less. (This margin was set after a
-#: first held-out set had shown x 2.09 at a setting with x 1.67 here; that set was then replaced.)
-MOST_GROWTH = 1.5
-#: Beyond this mean share of repeated token pairs the answers go round in circles.
-MOST_REPETITION = 0.25
 #: The answers of pairs are begun up to these shares of their words, in turn.
 CUTS = (0.0, 0.3, 0.6)
 LOOK: dict[str, Any] = {
@@ -71,33 +66,6 @@ intervene:
     strength: {strength}
     positions: {positions}
 """
-
-
-@dataclass(frozen=True)
-class Tried:
-    """One setting on the questions for tuning. ``outcome.strength`` is in lengths of the vector."""
-
-    layer: int
-    outcome: Outcome
-    rate: float
-    growth: float
-    repetition: float
-
-    @property
-    def fits(self) -> bool:
-        """Still speaks: perplexity within its bound, and does not go round in circles."""
-        return self.growth <= MOST_GROWTH and self.repetition <= MOST_REPETITION
-
-
-def best(tried: Sequence[Tried]) -> Tried:
-    """The highest rate of those that still speak, and of equals the lowest perplexity.
-
-    If none both speaks and shows the behaviour, the highest rate less what it is beyond the bounds.
-    """
-    good = [t for t in tried if t.fits and t.rate > 0]
-    if good:
-        return max(good, key=lambda t: (t.rate, -t.growth))
-    return max(tried, key=lambda t: t.rate - max(t.growth / MOST_GROWTH - 1, 0) - t.repetition)
 
 
 def contrast(asker: Asker, behaviour: Behaviour) -> tuple[torch.Tensor, torch.Tensor]:

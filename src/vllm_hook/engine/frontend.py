@@ -33,7 +33,7 @@ from ..program.schema import (
     SaeReduction,
     TokensSpan,
 )
-from ..runtime.edit_limits import ROW_GATES, row_gates
+from ..runtime.edit_limits import ROW_GATES, entries_in_all, entries_of, row_gates
 from ..runtime.edits import resolve_edits
 from ..runtime.loading import LoadedProgram, load_program
 from ..runtime.requests import PAYLOAD_KEY, Lane, payload
@@ -73,7 +73,7 @@ class Frontend:
         self.outbox: list[tuple[Any, ...]] = []
         self._in_use: Counter[str] = Counter()
         self._vectors: Counter[tuple[str, str]] = Counter()
-        self._row_gates = 0
+        self._row_gates = self._entries = 0
         self._running: dict[str, Payload] = {}
         # Requests are admitted on a thread pool, and released wherever their last reference goes.
         self._lock = threading.RLock()
@@ -134,9 +134,12 @@ class Frontend:
         if not self._in_use[digest] and all(p.digest != digest for p in self.programs.values()):
             self.outbox.append(("set_tensors", digest, None))
 
-    def _release(self, digests: Sequence[str], vectors: frozenset[tuple[str, str]], gates: int) -> None:
+    def _release(
+        self, digests: Sequence[str], vectors: frozenset[tuple[str, str]], gates: int, entries: int
+    ) -> None:
         with self._lock:
             self._row_gates -= gates
+            self._entries -= entries
             for vector in vectors:
                 self._vectors[vector] -= 1
                 if not self._vectors[vector]:
@@ -162,7 +165,7 @@ class Frontend:
         try:
             return self._admit(programs, spec, request_id, prompt, params, *args, **kwargs)
         except BaseException:
-            self._release([p.digest for p in programs], frozenset(), 0)
+            self._release([p.digest for p in programs], frozenset(), 0, 0)
             raise
 
     def _admit(
@@ -243,21 +246,29 @@ class Frontend:
         edits = context.edits
         vectors = edits.vectors if edits is not None else frozenset()
         gates = samples * row_gates(edits.data) if edits is not None else 0
+        entries = samples * entries_of(edits.data) if edits is not None else 0
         with self._lock:
-            self._check_slots(vectors, gates)
+            self._check_slots(vectors, gates, entries)
             self._vectors.update(vectors)
             self._row_gates += gates
+            self._entries += entries
         digests = [use.digest for use in context.uses]
-        release = weakref.finalize(context, self._release, digests, vectors, gates)
+        release = weakref.finalize(context, self._release, digests, vectors, gates, entries)
         release.atexit = False
         return release
 
-    def _check_slots(self, vectors: frozenset[tuple[str, str]], gates: int) -> None:
+    def _check_slots(self, vectors: frozenset[tuple[str, str]], gates: int, entries: int) -> None:
         """Vectors and gates by row of running requests hold slots; scalars take none."""
         if self._row_gates + gates > ROW_GATES:
             raise CapacityError(
                 f"the request needs {gates} conditions by row; {ROW_GATES - self._row_gates} of {ROW_GATES} "
                 "are free. Wait for running requests"
+            )
+        most = entries_in_all(self.settings.requests)
+        if self._entries + entries > most:
+            raise CapacityError(
+                f"the interventions of the request come to {entries} edits; of the {most} that can be held "
+                f"at a time {most - self._entries} are free. Wait for running requests"
             )
         for kind in ("stream", "head"):
             held = {v for v in self._vectors if v[0] == kind}

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 
 from ..errors import UnsupportedError
-from ..ops.attention import PageKeys
+from ..ops.attention import PagedKeys, PageKeys
 from ..ops.reference import AttentionRule
 from ..runtime.collect import KeyReader
 
@@ -21,11 +21,15 @@ from ..runtime.collect import KeyReader
 _CPU_TRANSPOSED = ("vec", "vec16")
 
 
+#: GPU backends whose unquantised cache is [blocks, KV heads, page, 2D] by strides, keys first.
+_PAGED = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
+
+
 def check_readable(attention: Attention) -> None:
     """Refuse what cannot be read, before the engine serves. The cache itself need not exist yet."""
     impl = attention.impl
     backend = attention.attn_backend.get_name()
-    if backend != "CPU_ATTN":
+    if backend != "CPU_ATTN" and backend not in _PAGED:
         raise UnsupportedError(
             f"attention sites: the KV cache of attention backend {backend} is not supported yet"
         )
@@ -37,9 +41,9 @@ def check_readable(attention: Attention) -> None:
         raise UnsupportedError(f"attention sites: {type(impl).__name__} (MLA?) is not supported")
 
 
-def check_values_readable(dtype: torch.dtype) -> None:
+def check_values_readable(dtype: torch.dtype, on_cpu: bool) -> None:
     """Refuse ``method: attend`` where vLLM will pick a layout whose values cannot be read."""
-    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+    if on_cpu and dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         raise UnsupportedError(
             "method attend: the bfloat16 KV cache of CPUs with AMX cannot be read; use float32"
         )
@@ -57,6 +61,18 @@ def key_reader(attention: Attention) -> KeyReader:
     )
 
 
+def paged_keys(attention: Attention, block_table: Tensor) -> PagedKeys:
+    """One layer's cache on a GPU, as the kernels read it."""
+    cache = attention.kv_cache
+    if cache.dim() != 4 or cache.shape[3] != 2 * attention.head_size:
+        raise UnsupportedError(
+            f"attention sites: the KV cache of {attention.layer_name} has the unknown shape "
+            f"{tuple(cache.shape)}"
+        )
+    group = attention.num_heads // attention.num_kv_heads
+    return PagedKeys(cache, block_table, group, attention_rule(attention))
+
+
 def attention_rule(attention: Attention) -> AttentionRule:
     impl: Any = attention.impl
     window = impl.sliding_window
@@ -68,7 +84,7 @@ def attention_rule(attention: Attention) -> AttentionRule:
         window=window if window is not None and window > 0 else None,
         soft_cap=float(impl.logits_soft_cap) if impl.logits_soft_cap else None,
         sinks=getattr(impl, "sinks", None),
-        alibi=None if slopes is None else torch.as_tensor(slopes),
+        alibi=None if slopes is None else torch.as_tensor(slopes, device=attention.kv_cache.device),
     )
 
 

@@ -67,7 +67,8 @@ class Collector:
                 self.failures.append(record)
                 continue
             if isinstance(record, Record):  # the engine runs in this process
-                index, positions, values = record.index, record.positions, _own(record.values)
+                index, positions = record.index, record.positions
+                values = record.values if record.alone else _own(record.values)
             else:
                 index, positions, values = wire.unpack(record)
             self.chunks.setdefault(index, []).append((positions, values))
@@ -140,7 +141,7 @@ def assemble(
         width = max(v.shape[-1] for _, v in chunks)
         chunks = [(p, torch.nn.functional.pad(v, (0, width - v.shape[-1]))) for p, v in chunks]
     positions = np.concatenate([p for p, _ in chunks])
-    values = chunks[0][1] if len(chunks) == 1 else torch.cat([v for _, v in chunks], dim=1)
+    values = _joined([v for _, v in chunks])
     if np.array_equal(positions, wanted):
         return values, []
     at = {int(p): i for i, p in enumerate(positions)}
@@ -150,6 +151,20 @@ def assemble(
     if lane.site == "attention" and len(wanted):
         values = values[..., : int(wanted[-1]) + 1]
     return values, missing
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Parts along dim 1; without a copy where they already lie one behind the other."""
+    first, at = parts[0], parts[0].storage_offset()
+    if len(parts) == 1:
+        return first
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or part.stride() != first.stride() or part.storage_offset() != at:
+            return torch.cat(list(parts), dim=1)
+        at += part.shape[1] * part.stride(1)
+    rows = sum(part.shape[1] for part in parts)
+    return first.as_strided((first.shape[0], rows, *first.shape[2:]), first.stride(), first.storage_offset())
 
 
 def describe(

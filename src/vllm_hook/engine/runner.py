@@ -8,7 +8,8 @@ and the sites fall idle.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -16,14 +17,17 @@ from safetensors.torch import load as load_safetensors
 from torch import nn
 
 from ..errors import UnsupportedError
+from ..ops.attention import PagedKeys
 from ..runtime.buffers import SiteBank
-from ..runtime.collect import KeyReader, Record, collect
+from ..runtime.collect import KeyReader, Record, Taken, collect, split
 from ..runtime.edit_bank import EditBank
 from ..runtime.edit_plan import make_edit_plan
 from ..runtime.edits import ORDER
 from ..runtime.plan import BatchView, StepPlan, make_plan
 from ..runtime.requests import Tracker
-from . import kv_cache
+from ..runtime.shard import Shard
+from ..runtime.transfer import Transfer
+from . import graphs, kv_cache
 from .attend import steer_attention
 from .models import decoder
 from .settings import Settings
@@ -33,13 +37,17 @@ logger = logging.getLogger(__name__)
 #: Attribute of ModelRunnerOutput that carries a step's rows to the scheduler.
 OUTPUT_KEY = "vllm_hook"
 
-#: What a step yields: rows by request id, and requests whose rows were lost with the reason.
 Blob = bytes
+#: What a step yields: rows by request id, and requests whose rows were lost with the reason.
 StepRows = tuple[dict[str, list[Record]], dict[str, str]]
 
 
 class Adapter(Protocol):
     """How one of vLLM's model runners describes its batch."""
+
+    def block_table(self, group: int) -> torch.Tensor:
+        """Block tables of the current step's requests on the device, in pages of the attention kernel."""
+        ...
 
     def block_row(self, group: int, batch_index: int) -> Any:
         """Block table row of a request of the current step, in pages of the attention kernel."""
@@ -56,48 +64,46 @@ class RunnerHook:
     adapter: Adapter
 
     def __init__(
-        self, settings: Settings, model: nn.Module, dtype: torch.dtype, device: torch.device
+        self,
+        settings: Settings,
+        model: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard | None = None,
     ) -> None:
         self.settings = settings
         self.model = model
         self.device = device
+        self.shard = shard or Shard()
         self.attention = decoder.attention_layers(model)
-        for name, layer, _ in settings.armed:
+        for name, layer, rows in settings.armed.to_json():
             if name == "attention":
                 kv_cache.check_readable(self.attention[layer])
-        with device:
-            self.bank = SiteBank(
-                settings.armed, settings.facts, settings.last_rows, settings.all_rows, dtype, device
-            )
-            places = [place for place in settings.armed.edits if place[0] != "attention"]
-            self.edits = EditBank(
-                sorted(places, key=lambda place: (place[1], ORDER[place[0]])),
-                settings.facts,
-                settings.all_rows,
-                settings.requests,
-                settings.slots,
-                device,
-            )
-        parts = [(name, layer, "edit", edit) for (name, layer), edit in self.edits.edits.items()]
-        taps = [(name, layer, "tap", tap) for (name, layer), tap in self.bank.taps.items()]
-        decoder.attach(model, sorted([*parts, *taps], key=lambda p: (p[1], ORDER[p[0]], p[2])))
-        for name, layer in settings.armed.edits:
-            if name == "attention":
-                kv_cache.check_readable(self.attention[layer])
-                kv_cache.check_values_readable(dtype)
-                steer_attention(self, layer)
+                if rows == "edit":
+                    kv_cache.check_values_readable(dtype, on_cpu=device.type == "cpu")
+                    steer_attention(self, layer)
+        s = settings
+        self.edits = EditBank(s.facts, s.all_rows, s.requests, s.slots, device, self.shard)
+        self.bank = SiteBank(
+            s.armed, self.shard.local(s.facts), s.last_rows, s.all_rows, dtype, device, self.edits, s.requests
+        )
+        parts = [(name, layer, part) for (name, layer), part in self.bank.sites.items()]
+        decoder.attach(model, sorted(parts, key=lambda p: (p[1], ORDER[p[0]])))
         self.tracker = Tracker(self.edits)
+        self.transfer = Transfer(device)
         self._readers: dict[int, KeyReader] = {}
         self._groups: dict[int, int] = {}
         self._plan: StepPlan | None = None
-        self._rows: StepRows = ({}, {})
+        self._taken: list[Taken] = []
+        self._copied: torch.cuda.Event | None = None
         self._lost: dict[str, str] = {}
         self._view: BatchView | None = None
+        self.proving = False
         logger.info("vLLM Hook armed %s: %.1f MB", settings.armed.describe(), self.bytes() / 1e6)
 
     def bytes(self) -> int:
         """Device memory of all armed sites."""
-        return self.bank.bytes() + self.edits.bytes()
+        return self.bank.bytes() + (self.edits.bytes() if self.settings.armed.edit_places() else 0)
 
     # -- one step ---------------------------------------------------------------------------
 
@@ -115,11 +121,27 @@ class RunnerHook:
                     f"the worker could not take the request: {type(error).__name__}: {error}"
                 )
 
-    def prepare(self, view: BatchView) -> None:
-        """After the engine has laid out the batch, before the forward pass."""
-        self._rows = ({}, {})
+    def needs(self, starts: Mapping[str, int]) -> int:
+        """How the coming step may run; ``starts``: first position of each of its requests."""
+        need = graphs.ANY_GRAPH
+        for req_id, start in starts.items():
+            state = self.tracker.states.get(req_id)
+            if state is None or state.edits is None:
+                continue
+            if state.edits.decides_from(start):
+                return graphs.NO_GRAPH
+            if state.edits.attends:
+                need = graphs.PYTHON_AT_ATTENTION
+        return need
+
+    def prepare(self, view: BatchView, eager: bool = True) -> bool:
+        """After the engine has laid out the batch, before the forward pass. ``eager``: it runs without
+        CUDA graphs. Whether any row of it is ours."""
+        self._taken, self._plan = [], None
+        edit_plan = None
         if not self.tracker.states:
-            return
+            self.bank.clear()
+            return False
         self._view = view
         with self._shield(view):
             edited = {r: s.edits for r, s in self.tracker.states.items() if s.edits is not None}
@@ -128,52 +150,74 @@ class RunnerHook:
                 edit_plan = make_edit_plan(view, edited, seen)
                 if edit_plan is not None:
                     self.edits.load(edit_plan, self.adapter.input_ids())
-            self._plan = make_plan(view, self.tracker.states)
-            if self._plan is not None:
-                self.bank.load(self._plan)
+            plan = make_plan(view, self.tracker.states)
+            if plan is None and edit_plan is None:
+                self.bank.clear()
+                return False
+            self.transfer.wait_for_buffers()
+            if plan is not None and eager and self.shard.rank == 0:
+                self.transfer.expect(plan, self.bank, self.settings.facts)
+            self.bank.load(plan, edit_plan)
+            self._plan = plan
+            return True
+        return False
 
     def forward_done(self) -> None:
-        """Right after the forward pass, while its pages and buffers are untouched."""
+        """Right after the forward pass was queued, before anything that writes its pages and buffers is."""
         self.edits.clear()
+        self.bank.area.rest()
         plan, self._plan = self._plan, None
         if plan is None:
             return
         assert self._view is not None
         with self._shield(self._view), torch.inference_mode():
-            self._rows = (collect(plan, self.bank, self.settings.facts, self), {})
-        self.bank.clear()
+            taken = collect(plan, self.bank, self.settings.facts, self, self.transfer, self.shard)
+            if self.shard.rank == 0:  # all ranks take part, one reports
+                moved = [t for t in taken if t.values is not None]
+                values, self._copied = self.transfer.start([t.values for t in moved if t.values is not None])
+                self._taken = [t for t in taken if t.values is None]
+                self._taken += [replace(t, values=v) for t, v in zip(moved, values, strict=True)]
+        self.transfer.finish()
 
     def cancel(self) -> None:
         """The engine's own step failed: leave nothing active."""
         self._plan = None
-        self._rows = ({}, {})
+        self._taken = []
+        self.transfer.finish()
         self.bank.clear()
         self.edits.clear()
-
-    def take_rows(self) -> StepRows:
-        (records, errors), self._rows = self._rows, ({}, {})
-        if self._lost:
-            errors, self._lost = {**errors, **self._lost}, {}
-        return records, errors
 
     def attach(self, output: Any) -> Any:
         """Put the step's rows on the runner's output, now or when an asynchronous one materialises."""
         if output is None or not getattr(output, "req_ids", True):
             return output  # no step was run; vLLM shares one empty output, which must stay as it is
-        rows = self.take_rows()
-        if not rows[0] and not rows[1]:
+        taken, self._taken = self._taken, []
+        copied, self._copied = self._copied, None
+        lost, self._lost = self._lost, {}
+        if not taken and not lost:
             return output
+
+        def rows() -> StepRows:
+            try:
+                if copied is not None:
+                    copied.synchronize()
+                return split(taken), lost
+            except Exception as error:
+                logger.exception("vLLM Hook lost the rows of a step")
+                message = f"failed in the worker: {type(error).__name__}: {error}"
+                return {}, {**lost, **{p.req_id: message for t in taken for p in t.lane_plan.pieces}}
+
         if hasattr(output, "get_output"):
             materialise = output.get_output
 
             def get_output() -> Any:
                 result = materialise()
-                setattr(result, OUTPUT_KEY, rows)
+                setattr(result, OUTPUT_KEY, rows())
                 return result
 
             output.get_output = get_output
         else:
-            setattr(output, OUTPUT_KEY, rows)
+            setattr(output, OUTPUT_KEY, rows())
         return output
 
     def _shield(self, view: BatchView) -> _Shield:
@@ -202,6 +246,14 @@ class RunnerHook:
         row = self.adapter.block_row(self._groups[layer], batch_index)
         return kv_cache.page_list(row, keys, self.reader(layer).page_size)
 
+    def paged(self, layer: int) -> PagedKeys:
+        return kv_cache.paged_keys(self.attention[layer], self.adapter.block_table(self._groups[layer]))
+
+    def local_heads(self, heads: Sequence[int]) -> list[int]:
+        """Query heads of this rank, as it numbers them."""
+        own = self.shard.heads(self.settings.facts, kv=False)
+        return [head - own.start for head in heads if head in own]
+
     def bind_kv_cache(self, kv_cache_config: Any) -> None:
         """Which KV-cache group each attention layer belongs to. A new cache makes new readers."""
         self._readers.clear()
@@ -215,11 +267,11 @@ class RunnerHook:
 
     def prove(self, dummy_run: Callable[[], None]) -> None:
         """One dummy forward must fire every armed op; otherwise the engine would observe nothing."""
-        silent: list[tuple[str, int]] = []
-        if self.bank.taps:
-            silent += self.bank.prove(dummy_run)
-        if self.edits.edits:
-            silent += self.edits.prove(dummy_run)
+        self.proving = True
+        try:
+            silent = self.bank.prove(dummy_run)
+        finally:
+            self.proving = False
         if silent:
             names = ", ".join(f"{name}@{layer}" for name, layer in silent[:8])
             raise UnsupportedError(
@@ -247,7 +299,7 @@ class RunnerHook:
             "slots": self.edits.used(),
             "requests": len(self.tracker.states),
             "tensors": sorted([*self.tracker.tensors, *self.tracker.vectors]),
-            "fired": {f"{name}@{layer}": int(tap.fired) for (name, layer), tap in self.bank.taps.items()},
+            "fired": {f"{name}@{layer}": int(s.fired) for (name, layer), s in self.bank.sites.items()},
         }
 
 

@@ -5,39 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ..runtime.plan import BatchView
-from .runner import RunnerHook
+from .adapter import RunnerAdapter
 
 
-class V1Adapter:
-    """Wraps one runner instance: other engines of the process are not touched."""
+class V1Adapter(RunnerAdapter):
+    """Its CUDA graphs, where it has any, always hold our launches: idle sites end after one load."""
 
-    def __init__(self, runner: Any, hook: RunnerHook) -> None:
-        self.runner = runner
-        self.hook = hook
-        hook.adapter = self
-        self._prepare_inputs = runner._prepare_inputs
-        self._execute_model = runner.execute_model
-        self._sample_tokens = runner.sample_tokens
-        self._initialize_kv_cache = runner.initialize_kv_cache
-        runner._prepare_inputs = self.prepare_inputs
-        runner.execute_model = self.execute_model
-        runner.sample_tokens = self.sample_tokens
-        runner.initialize_kv_cache = self.initialize_kv_cache
-
-    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
-        out = self._initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        self.hook.bind_kv_cache(kv_cache_config)
-        return out
+    prepare = "_prepare_inputs"
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self.hook.begin(scheduler_output, lambda new: 0)
-        try:
-            out = self._execute_model(scheduler_output, *args, **kwargs)
-        except BaseException:
-            self.hook.cancel()
-            raise
-        self.hook.forward_done()
-        return out
+        return self.run_step(lambda new: 0, scheduler_output, *args, **kwargs)
 
     def prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         out = self._prepare_inputs(scheduler_output, *args, **kwargs)
@@ -55,11 +32,11 @@ class V1Adapter:
         )
         return out
 
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        return self.hook.attach(self._sample_tokens(*args, **kwargs))
-
     def input_ids(self) -> Any:
         return self.runner.input_ids.gpu
+
+    def block_table(self, group: int) -> Any:
+        return self.runner.input_batch.block_table[group].get_device_tensor(self.runner.input_batch.num_reqs)
 
     def block_row(self, group: int, batch_index: int) -> Any:
         return self.runner.input_batch.block_table[group].block_table.np[batch_index]

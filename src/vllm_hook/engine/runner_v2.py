@@ -8,59 +8,64 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.config import CUDAGraphMode
+
 from ..runtime.plan import BatchView
-from .runner import RunnerHook
+from .adapter import RunnerAdapter
+from .graphs import GraphSets
 
 
-class V2Adapter:
-    """Wraps one runner instance: other engines of the process are not touched."""
-
-    def __init__(self, runner: Any, hook: RunnerHook) -> None:
-        self.runner = runner
-        self.hook = hook
-        hook.adapter = self
-        self._prepare_inputs = runner.prepare_inputs
-        self._execute_model = runner.execute_model
-        self._sample_tokens = runner.sample_tokens
-        self._initialize_kv_cache = runner.initialize_kv_cache
-        runner.prepare_inputs = self.prepare_inputs
-        runner.execute_model = self.execute_model
-        runner.sample_tokens = self.sample_tokens
-        runner.initialize_kv_cache = self.initialize_kv_cache
+class V2Adapter(RunnerAdapter):
+    prepare = "prepare_inputs"
+    graphs: GraphSets | None = None
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
-        out = self._initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        self.hook.bind_kv_cache(kv_cache_config)
+        """The runner makes a new graph manager with each cache."""
+        out = super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        manager = self.runner.cudagraph_manager
+        on_gpu = self.hook.device.type == "cuda"
+        self.graphs = GraphSets(manager, self.hook.bank.area.set_live) if on_gpu and manager else None
         return out
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
+            if self.graphs is not None:
+                self.graphs.active, self.graphs.need = self.hook.proving, 0
+            if not self.hook.proving:
+                self.hook.bank.clear()
             return self._execute_model(scheduler_output, *args, **kwargs)
-        self.hook.begin(scheduler_output, lambda new: len(new.prefill_token_ids))
-        try:
-            out = self._execute_model(scheduler_output, *args, **kwargs)
-        except BaseException:
-            self.hook.cancel()
-            raise
-        self.hook.forward_done()
-        return out
+        return self.run_step(lambda new: len(new.prefill_token_ids), scheduler_output, *args, **kwargs)
 
-    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        batch = self._prepare_inputs(*args, **kwargs)
-        self.hook.prepare(
+    def before_step(self, scheduler_output: Any) -> None:
+        if self.graphs is None:
+            return
+        self.graphs.active = False
+        cached = scheduler_output.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts.update({new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs})
+        self.graphs.need = self.hook.needs(starts)
+
+    def prepare_inputs(
+        self, scheduler_output: Any, state: Any, batch_desc: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        batch = self._prepare_inputs(scheduler_output, state, batch_desc, *args, **kwargs)
+        active = self.hook.prepare(
             BatchView(
                 req_ids=batch.req_ids,
                 starts=batch.query_start_loc_np[: batch.num_reqs + 1].tolist(),
                 first=batch.num_computed_tokens_np[: batch.num_reqs].tolist(),
-            )
+            ),
+            eager=batch_desc.cg_mode == CUDAGraphMode.NONE,
         )
+        if self.graphs is not None:
+            self.graphs.active = active
         return batch
-
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        return self.hook.attach(self._sample_tokens(*args, **kwargs))
 
     def input_ids(self) -> Any:
         return self.runner.input_buffers.input_ids
 
+    def block_table(self, group: int) -> Any:
+        return self.runner.block_tables.input_block_tables[group]
+
     def block_row(self, group: int, batch_index: int) -> Any:
-        return self.runner.block_tables.input_block_tables[group][batch_index]
+        return self.block_table(group)[batch_index]

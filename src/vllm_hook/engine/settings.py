@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 
 from ..errors import Problem, ProgramError, SiteError, UnsupportedError
 from ..ops.library import OPS_VERSION
-from ..runtime.buffers import buffer_bytes
+from ..runtime.buffers import site_bytes
 from ..runtime.loading import LoadedProgram, load_program
 from ..sites import SITES, Armed, ModelFacts, site
 
@@ -58,7 +58,9 @@ class Settings:
 
     def bytes(self, item: int) -> int:
         """Device memory of the armed sites in bytes; ``item``: bytes of a value."""
-        return buffer_bytes(self.armed, self.facts, self.last_rows, self.all_rows, item)
+        return site_bytes(
+            self.armed, self.facts, self.last_rows, self.all_rows, self.requests, self.slots, item
+        )
 
 
 def raw_config(config: VllmConfig) -> Mapping[str, Any] | None:
@@ -170,7 +172,6 @@ def _refuse(config: VllmConfig) -> None:
     """Set-ups that are not proven yet. Each message names the setting."""
     parallel = config.parallel_config
     reasons = [
-        (parallel.tensor_parallel_size > 1, f"tensor_parallel_size={parallel.tensor_parallel_size}"),
         (parallel.pipeline_parallel_size > 1, f"pipeline_parallel_size={parallel.pipeline_parallel_size}"),
         (parallel.data_parallel_size > 1, f"data_parallel_size={parallel.data_parallel_size}"),
         (getattr(parallel, "enable_dbo", False), "enable_dbo"),

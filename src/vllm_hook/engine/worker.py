@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+
+from ..runtime.shard import Shard
 from .runner import RunnerHook
 from .runner_v1 import V1Adapter
 from .runner_v2 import V2Adapter
@@ -35,7 +44,7 @@ def _arm(worker: Any) -> None:
     if settings is None or hasattr(worker, WORKER_KEY):
         return
     runner = worker.model_runner
-    hook = RunnerHook(settings, runner.get_model(), worker.model_config.dtype, runner.device)
+    hook = RunnerHook(settings, runner.get_model(), worker.model_config.dtype, runner.device, tensor_shard())
     (V2Adapter if worker.use_v2_model_runner else V1Adapter)(runner, hook)
     setattr(worker, WORKER_KEY, hook)
     warm_up = worker.compile_or_warm_up_model
@@ -47,6 +56,22 @@ def _arm(worker: Any) -> None:
         return times
 
     worker.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+def tensor_shard() -> Shard:
+    """This rank under tensor parallelism."""
+    size = get_tensor_model_parallel_world_size()
+    if size == 1:
+        return Shard()
+
+    def join(x: Tensor, kv_heads: int | None) -> Tensor:
+        """[..., local heads, d] -> [..., heads, d]; of KV heads held by several ranks, one copy each."""
+        whole: Tensor = tensor_model_parallel_all_gather(x.contiguous(), dim=-2)
+        if kv_heads is None or kv_heads >= size:
+            return whole
+        return whole[..., :: size // kv_heads, :]
+
+    return Shard(get_tensor_model_parallel_rank(), size, join, tensor_model_parallel_all_reduce)
 
 
 def rpc(worker: Any, method: str, *args: Any) -> Any:

@@ -10,11 +10,12 @@ Shapes: N query rows, C chosen heads, D head width, P tokens a page, K keys, S s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .reference import AttentionRule, logits_to_probs
+from .reference import AttentionRule, attention, logits_to_probs
 
 Range = tuple[int, int]
 #: (page, KV head) -> that page's keys, [D, P]. A view where the cache layout allows it.
@@ -22,6 +23,25 @@ PageKeys = Callable[[int, int], Tensor]
 
 #: Logits held at a time; more query rows are taken in blocks.
 LOGIT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class PagedKeys:
+    """One layer's cache on a GPU. cache: [blocks, KV heads, page, 2D] by strides, keys before values;
+    block_table: int32 [requests, blocks], page numbers of each request of the step; group: query
+    heads to a KV head."""
+
+    cache: Tensor
+    block_table: Tensor
+    group: int
+    rule: AttentionRule
+
+    def gather(self, batch_index: int, keys: int) -> tuple[Tensor, Tensor]:
+        """The first keys and values of a request, [keys, KV heads, D] each: copies."""
+        pages = self.block_table[batch_index, : -(-keys // self.cache.shape[2])].long()
+        rows = self.cache[pages].transpose(1, 2).flatten(0, 1)[:keys]
+        k, v = rows.split(rows.shape[-1] // 2, -1)
+        return k, v
 
 
 def attention_rows(
@@ -110,12 +130,47 @@ def attend(
             for i, head in enumerate(heads):
                 values = page_values(pages[page], head // group)
                 part[i] += p[i] @ values[low - page * page_size : high - page * page_size].float()
+        _merge(out_NHD[a:b], heads, share, part, _gain(share, weight, mass))
+
+
+def attend_paged(
+    out_NHD: Tensor,
+    q_NHD: Tensor,
+    positions: Sequence[int],
+    keep: Tensor | None,
+    heads: Sequence[int],
+    span: Sequence[Range],
+    weight: float | None,
+    mass: float | None,
+    batch_index: int,
+    paged: PagedKeys,
+) -> None:
+    """:func:`attend` on a GPU: all heads at once on gathered keys. ``keep`` [N]: rows let through."""
+    keys, values = paged.gather(batch_index, max(positions) + 1)
+    listed = torch.tensor(list(heads), pin_memory=out_NHD.is_cuda).to(out_NHD.device, non_blocking=True)
+    v = values.float()[:, listed // paged.group].transpose(0, 1)
+    for a, b in row_blocks(positions, len(heads)):
+        where = torch.tensor(positions[a:b], pin_memory=out_NHD.is_cuda).to(out_NHD.device, non_blocking=True)
+        probs = attention(q_NHD[a:b], keys, where, listed, paged.rule)
+        share = torch.zeros(probs.shape[:2], dtype=torch.float32, device=probs.device)
+        part = torch.zeros(*probs.shape[:2], out_NHD.shape[-1], dtype=torch.float32, device=probs.device)
+        for low, high in span:
+            p = probs[:, :, low:high]
+            share += p.sum(-1)
+            part += p @ v[:, low:high]
         gain = _gain(share, weight, mass)
-        index = torch.tensor(list(heads), device=out_NHD.device)
-        before = out_NHD[a:b, index].float().transpose(0, 1)
-        after = (before + gain[..., None] * part) / (1 + gain * share)[..., None]
-        changed = (gain != 0) & (share > 0)
-        out_NHD[a:b, index] = torch.where(changed[..., None], after, before).transpose(0, 1).to(out_NHD.dtype)
+        if keep is not None:
+            gain = gain * keep[a:b]
+        _merge(out_NHD[a:b], heads, share, part, gain)
+
+
+def _merge(out_NHD: Tensor, heads: Sequence[int], share: Tensor, part: Tensor, gain: Tensor) -> None:
+    """Put the steered outputs of the listed heads in place; rows that do not change keep their bits."""
+    for i, head in enumerate(heads):
+        before = out_NHD[:, head].float()
+        after = (before + gain[i, :, None] * part[i]) / (1 + gain[i] * share[i])[:, None]
+        changed = (gain[i] != 0) & (share[i] > 0)
+        out_NHD[:, head] = torch.where(changed[:, None], after, before).to(out_NHD.dtype)
 
 
 def _gain(share: Tensor, weight: float | None, mass: float | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""One edit kernel for every steering method, and the conditions that gate it.
+"""One edit kernel for every steering method, the conditions that gate it, and the taps behind it.
 
 An edit is rank one: ``s = act(<x, u> + c)``, ``x <- x + (a + b s) v``, optionally rescaled to the
 norm that x had. Methods are choices of its parameters::
@@ -11,15 +11,18 @@ norm that x had. Methods are choices of its parameters::
 x <- x + (|p| a - p0) u + (|p| b - p1) v with a, b = cos, sin of the angle. A row may have a chain
 of edits, applied in order, each on what the one before left. Vectors lie in a bank by slot.
 
-Tables, all int32 or float32 and of fixed address::
+All that changes from step to step lies in ``step``, one int32 tensor of fixed address that is
+packed anew for each step and sent in one copy (:mod:`vllm_hook.runtime.area`). Offsets count int32s
+from its start; floats lie there as their bits::
 
-    tables[t, 0] = [n, rows...]
-    tables[t, 1] = [n, what...]            a chain for each row; for conditions, a condition
-    chain_start[c]..chain_start[c+1] are the entries of chain c
-    entry_int  [entries, 9]: KIND U V ACT KEEP_NORM HEAD GATE_KIND GATE ROW_GATE
-    entry_float[entries, 4]: A B C THETA
-    cond_int   [conditions, 6]: KIND U OVER ABOVE FLAG PER_ROW
-    cond_float [conditions, 3]: C BOUND ROWS
+    site header  [4]   RECORDS, N_RECORDS, LATCHED, N_LATCHED
+    record       [8]   ROW, DST, ENTRIES, N_ENTRIES, CONDS, N_CONDS       a row of this site, once
+    entry        [16]  KIND U V ACT KEEP_NORM HEAD GATE_KIND GATE ROW_GATE  A B C THETA
+    condition    [16]  COND_KIND COND_U OVER ABOVE FLAG PER_ROW ROWS N_ROWS  COND_C BOUND COUNT
+
+``DST``: where the row goes in the site's buffer, -1 nowhere. ``CONDS`` and ``LATCHED`` are lists of
+offsets of conditions, ``ROWS`` a list of rows. For every record, in this order: the conditions read
+the row as it came, the edits change it, the tap takes what they left.
 
 Gates stay on the device: a condition writes ``flags[FLAG]`` (latched, one a request) or
 ``row_flags[FLAG, row]``; an entry reads either, and ``row_flags[ROW_GATE, row]`` besides (rows
@@ -30,13 +33,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-KIND, U, V, ACT, KEEP_NORM, HEAD, GATE_KIND, GATE, ROW_GATE = range(9)
-A, B, C, THETA = range(4)
-COND_KIND, COND_U, OVER, ABOVE, FLAG, PER_ROW = range(6)
-COND_C, BOUND, COND_ROWS = range(3)
+RECORDS, N_RECORDS, LATCHED_CONDS, N_LATCHED = range(4)
+ROW, DST, ENTRIES, N_ENTRIES, CONDS, N_CONDS = range(6)
+KIND, U, V, ACT, KEEP_NORM, HEAD, GATE_KIND, GATE, ROW_GATE, A, B, C, THETA = range(13)
+COND_KIND, COND_U, OVER, ABOVE, FLAG, PER_ROW, ROWS, N_ROWS, COND_C, BOUND, COUNT = range(11)
+#: int32s of a site header, a record, an entry and a condition.
+HEADER_SIZE, RECORD_SIZE, ENTRY_SIZE, COND_SIZE = 4, 8, 16, 16
 
 RANK_ONE, ROTATE = 0, 1
 IDENTITY, RELU, JUMP_RELU = 0, 1, 2
@@ -47,31 +53,80 @@ ANY, ALL, MEAN = 0, 1, 2
 
 @dataclass(frozen=True)
 class EditState:
-    """The shared tables, in the order in which the op takes them."""
+    """What outlives a step, in the order in which the op takes it. All float32.
 
-    edit_tables: Tensor
-    chain_start: Tensor
-    entry_int: Tensor
-    entry_float: Tensor
-    cond_tables: Tensor
-    cond_int: Tensor
-    cond_float: Tensor
+    flags [requests x gates]; acc likewise; row_flags [gates by row, rows of a step]; bank [slots, D].
+    """
+
     flags: Tensor
     acc: Tensor
     row_flags: Tensor
     bank: Tensor
 
     def tensors(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self.__dataclass_fields__]
+        return [self.flags, self.acc, self.row_flags, self.bank]
 
 
-def run_conditions(h_TD: Tensor, residual_TD: Tensor | None, table: int, s: EditState) -> None:
-    """Evaluate the conditions of a site on this step's rows, before its edits. Changes only the flags."""
-    rows, which = _table(s.cond_tables, table)
-    x = h_TD[rows].float()
+def run_cpu(
+    h_TD: Tensor,
+    residual_TD: Tensor | None,
+    site: Tensor,
+    step: Tensor,
+    buf: Tensor | None,
+    state: EditState | None,
+) -> bool:
+    """The CPU path of a site: whole-array work for all rows at once. False if the site is idle.
+
+    The small integers of the step are handled in numpy, whose calls cost a fraction of torch's.
+    """
+    at, n, latched, n_latched = site.tolist()
+    if not n and not n_latched:
+        return False
+    area = step.numpy()
+    records = area[at : at + n * RECORD_SIZE].reshape(n, RECORD_SIZE)
+    if state is not None:
+        if n_latched or records[:, N_CONDS].any():
+            _run_conditions(h_TD, residual_TD, area, records, area[latched : latched + n_latched], state)
+        edited = records if n and records[:, N_ENTRIES].all() else records[records[:, N_ENTRIES] > 0]
+        if len(edited):
+            _run_edits(h_TD, residual_TD, area, edited, state)
+    if buf is not None and n:
+        _tap(h_TD, residual_TD, records, buf)
+    return True
+
+
+def _tap(h_TD: Tensor, residual_TD: Tensor | None, records: np.ndarray, buf: Tensor) -> None:
+    taken = records[records[:, DST] >= 0]
+    if not len(taken):
+        return
+    if (np.diff(taken[:, DST]) < 0).any():
+        taken = taken[np.argsort(taken[:, DST])]
+    rows = torch.from_numpy(np.ascontiguousarray(taken[:, ROW]))
+    out = buf[: len(taken)]
+    torch.index_select(h_TD, 0, rows, out=out)
     if residual_TD is not None:
-        x = x + residual_TD[rows].float()
-    ints, floats = s.cond_int[which].long(), s.cond_float[which]
+        out.add_(torch.index_select(residual_TD, 0, rows))
+
+
+def _run_conditions(
+    h_TD: Tensor,
+    residual_TD: Tensor | None,
+    area: np.ndarray,
+    records: np.ndarray,
+    latched: np.ndarray,
+    s: EditState,
+) -> None:
+    """Evaluate the conditions of a site on this step's rows, before its edits. Changes only the flags."""
+    rows, at = _condition_rows(area, records, latched)
+    if not len(rows):
+        return
+    conditions = area[at[:, None] + np.arange(COND_SIZE)]
+    ints = torch.from_numpy(conditions).long()
+    floats = torch.from_numpy(conditions.view(np.float32))
+    index = torch.from_numpy(rows).long()
+    x = h_TD[index].float()
+    if residual_TD is not None:
+        x = x + residual_TD[index].float()
     dots = (x * s.bank[ints[:, COND_U]]).sum(-1)
     norms = x.norm(dim=-1)
     kind = ints[:, COND_KIND]
@@ -80,7 +135,7 @@ def run_conditions(h_TD: Tensor, residual_TD: Tensor | None, table: int, s: Edit
     over, flag, above = ints[:, OVER], ints[:, FLAG], ints[:, ABOVE].bool()
     holds = _holds(value, floats[:, BOUND], above)
     by_row = ints[:, PER_ROW].bool()
-    s.row_flags[flag[by_row], rows[by_row]] = holds[by_row].to(s.row_flags.dtype)
+    s.row_flags[flag[by_row], index[by_row]] = holds[by_row].to(s.row_flags.dtype)
     for rule, reduce in ((ANY, "amax"), (ALL, "amin")):
         mine = ~by_row & (over == rule)
         s.flags.scatter_reduce_(0, flag[mine], holds[mine].to(s.flags.dtype), reduce, include_self=True)
@@ -88,81 +143,119 @@ def run_conditions(h_TD: Tensor, residual_TD: Tensor | None, table: int, s: Edit
     if bool(mean.any()):
         slots = flag[mean]
         s.acc.index_add_(0, slots, value[mean])
-        averages = s.acc[slots] / floats[mean, COND_ROWS]
+        averages = s.acc[slots] / floats[mean, COUNT]
         s.flags[slots] = _holds(averages, floats[mean, BOUND], above[mean]).to(s.flags.dtype)
 
 
-def run_edits(h_TD: Tensor, residual_TD: Tensor | None, table: int, s: EditState) -> None:
+def _condition_rows(
+    area: np.ndarray, records: np.ndarray, latched: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs (row, offset of a condition), those by row first."""
+    rows, at = [], []
+    watched = records[records[:, N_CONDS] > 0] if len(records) else records
+    for record in watched:
+        a, n = record[CONDS], record[N_CONDS]
+        at.append(area[a : a + n])
+        rows.append(np.full(n, record[ROW], dtype=np.int32))
+    for offset in latched:
+        a, n = area[offset + ROWS], area[offset + N_ROWS]
+        rows.append(area[a : a + n])
+        at.append(np.full(n, offset, dtype=np.int32))
+    if not rows:
+        return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
+    return np.concatenate(rows), np.concatenate(at)
+
+
+def _run_edits(
+    h_TD: Tensor, residual_TD: Tensor | None, area: np.ndarray, records: np.ndarray, s: EditState
+) -> None:
     """Apply chains of edits to rows of ``h`` (the row is ``h + residual``); other rows keep every bit."""
-    rows, chains = _table(s.edit_tables, table)
-    if not len(rows):
-        return
-    start = s.chain_start[chains].long()
-    count = s.chain_start[chains + 1].long() - start
+    rows, count = np.ascontiguousarray(records[:, ROW]), records[:, N_ENTRIES]
+    index = torch.from_numpy(rows)
     width = s.bank.shape[1]
-    h_THD = h_TD.unflatten(1, (-1, width))
-    own = h_THD[rows].float()
-    x = own if residual_TD is None else own + residual_TD[rows].float().unflatten(1, (-1, width))
-    delta = torch.zeros_like(x)
+    own = h_TD.index_select(0, index).float()
+    x = own if residual_TD is None else own + residual_TD.index_select(0, index)
+    own, x = own.view(len(rows), -1, width), x.view(len(rows), -1, width)
+    delta: Tensor | None = None
     for depth in range(int(count.max())):
-        live = torch.nonzero(count > depth).flatten()
-        entry = start[live] + depth
-        ints, floats = s.entry_int[entry].long(), s.entry_float[entry]
-        head = ints[:, HEAD]
-        now = x[live, head] + delta[live, head]
-        change = _change(now, ints, floats, s.bank)
-        shut = ~_open(rows[live], ints, s)
-        change[shut] = 0.0
-        delta[live, head] += change
-    h_THD[rows] = (own + delta).to(h_TD.dtype)
+        live = np.flatnonzero(count > depth)
+        at = records[live, ENTRIES] + depth * ENTRY_SIZE
+        entries = area[at[:, None] + np.arange(ENTRY_SIZE)]
+        head = entries[:, HEAD]
+        if len(live) == len(rows) and _same(head):
+            where: tuple[slice | int | Tensor, ...] = (slice(None), int(head[0]))
+        else:
+            where = (torch.from_numpy(live), torch.from_numpy(head).long())
+        now = x[where] if delta is None else x[where] + delta[where]
+        change = _change(now, entries, s.bank)
+        shut = _shut(index, live, entries, s)
+        if shut is not None:
+            change = change.masked_fill(shut[:, None], 0.0)
+        if delta is None and change.shape == x[:, 0].shape and x.shape[1] == 1:
+            delta = change[:, None]
+            continue
+        if delta is None:
+            delta = torch.zeros_like(x)
+        delta[where] += change
+    assert delta is not None
+    # A row that did not change keeps its bits, also the sign of a zero.
+    new = torch.where(delta == 0, own, own + delta).view(len(rows), -1)
+    h_TD.index_copy_(0, index.long(), new.to(h_TD.dtype))
 
 
-def _change(x_ND: Tensor, ints: Tensor, floats: Tensor, bank: Tensor) -> Tensor:
+def _change(x_ND: Tensor, entries: np.ndarray, bank: Tensor) -> Tensor:
     """What one entry a row adds to it, float32 [N, D]."""
-    u, v = _vectors(bank, ints[:, U]), _vectors(bank, ints[:, V])
+    u, v = _vectors(bank, entries[:, U]), _vectors(bank, entries[:, V])
+    floats = torch.from_numpy(entries[:, A : THETA + 1].copy().view(np.float32))
     a, b, c, theta = floats.unbind(-1)
-    score = (x_ND * u).sum(-1) + c
-    act = ints[:, ACT]
-    if bool((act != IDENTITY).any()):
-        floor = torch.where(act == JUMP_RELU, theta, torch.zeros_like(theta))
-        score = torch.where((act == IDENTITY) | (score > floor), score, torch.zeros_like(score))
-    change = (a + b * score)[:, None] * v
-    rotate = ints[:, KIND] == ROTATE
-    if bool(rotate.any()):
-        second = (x_ND * v).sum(-1)
-        length = torch.hypot(score, second)
-        turned = (length * a - score)[:, None] * u + (length * b - second)[:, None] * v
-        change = torch.where(rotate[:, None], turned, change)
-    keep = ints[:, KEEP_NORM].bool() & (change != 0).any(-1)
-    if bool(keep.any()):
+    act, rotate, keep = entries[:, ACT], entries[:, KIND] == ROTATE, entries[:, KEEP_NORM] != 0
+    if not rotate.any() and not entries[:, B].any() and not act.any():
+        change = a[:, None] * v  # plain addition: no score is needed
+    else:
+        score = (x_ND * u).sum(-1) if len(u) > 1 else x_ND @ u[0]
+        score = score + c
+        if act.any():
+            kind = torch.from_numpy(act.copy())
+            floor = torch.where(kind == JUMP_RELU, theta, torch.zeros_like(theta))
+            score = torch.where((kind == IDENTITY) | (score > floor), score, torch.zeros_like(score))
+        change = (a + b * score)[:, None] * v
+        if rotate.any():
+            second = (x_ND * v).sum(-1)
+            length = torch.hypot(score, second)
+            turned = (length * a - score)[:, None] * u + (length * b - second)[:, None] * v
+            change = torch.where(torch.from_numpy(rotate)[:, None], turned, change)
+    if keep.any():
+        kept = torch.from_numpy(keep) & (change != 0).any(-1)
         moved = x_ND + change
         scale = x_ND.norm(dim=-1) / moved.norm(dim=-1).clamp_min(1e-30)
-        change = torch.where(keep[:, None], moved * scale[:, None] - x_ND, change)
+        change = torch.where(kept[:, None], moved * scale[:, None] - x_ND, change)
     return change
 
 
-def _vectors(bank: Tensor, slots: Tensor) -> Tensor:
+def _vectors(bank: Tensor, slots: np.ndarray) -> Tensor:
     """One vector a row; a single one to broadcast where all rows use the same."""
-    if bool((slots == slots[0]).all()):
-        return bank[slots[0]][None]
-    return bank[slots]
+    if _same(slots):
+        return bank[int(slots[0])][None]
+    return bank[torch.from_numpy(slots).long()]
 
 
-def _open(rows: Tensor, ints: Tensor, s: EditState) -> Tensor:
-    """Whether each row's gate is open."""
-    kind, gate, row_gate = ints[:, GATE_KIND], ints[:, GATE].clamp_min(0), ints[:, ROW_GATE]
-    if bool(((kind == NO_GATE) & (row_gate < 0)).all()):
-        return torch.ones_like(kind, dtype=torch.bool)
+def _same(values: np.ndarray) -> bool:
+    return bool((values == values[0]).all())
+
+
+def _shut(index: Tensor, live: np.ndarray, entries: np.ndarray, s: EditState) -> Tensor | None:
+    """Which rows' gates are shut; None where no row has one."""
+    kind, row_gate = entries[:, GATE_KIND], entries[:, ROW_GATE]
+    if not kind.any() and (row_gate < 0).all():
+        return None
+    rows = index[torch.from_numpy(live)].long()
+    kinds, chosen_by = torch.from_numpy(kind.copy()), torch.from_numpy(row_gate.copy()).long()
+    gate = torch.from_numpy(entries[:, GATE].copy()).long().clamp_min(0)
     latched = s.flags[gate] > 0
     by_row = s.row_flags[gate.clamp_max(s.row_flags.shape[0] - 1), rows] > 0
-    chosen = (row_gate < 0) | (s.row_flags[row_gate.clamp_min(0), rows] > 0)
-    return chosen & ((kind == NO_GATE) | torch.where(kind == LATCHED, latched, by_row))
+    chosen = (chosen_by < 0) | (s.row_flags[chosen_by.clamp_min(0), rows] > 0)
+    return ~(chosen & ((kinds == NO_GATE) | torch.where(kinds == LATCHED, latched, by_row)))
 
 
 def _holds(value: Tensor, bound: Tensor, above: Tensor) -> Tensor:
     return torch.where(above, value > bound, value < bound)
-
-
-def _table(tables: Tensor, table: int) -> tuple[Tensor, Tensor]:
-    n = int(tables[table, 0, 0])
-    return tables[table, 0, 1 : 1 + n].long(), tables[table, 1, 1 : 1 + n].long()

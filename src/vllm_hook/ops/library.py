@@ -1,24 +1,22 @@
-"""The op that sits in the compiled graph at every armed site, its registration and its fake.
+"""The ops that sit in the compiled graph at every armed site, their registration and their fakes.
 
-``vllm_hook::tap(h, residual, fired, tables, table_id, buf)`` reads rows of the stream and never
-changes it::
-
-    t = table_id[0]
-    if t < 0: return                         # not active in this step: nothing is launched or read
-    n = tables[t, 0]
-    for j in range(n):                       # n <= T: a row is taken once a site
-        buf[j] = h[tables[t, 1 + j]] (+ residual[tables[t, 1 + j]])
-    fired[0] += 1
-
-h, residual: [T, D] (any row stride); fired: int32 [1]; tables: int32 [tables, 1 + max rows];
-table_id: int32 [1]; buf: [capacity, D].
-
-``vllm_hook::edit(h, residual, fired, site, shared)`` changes rows of ``h`` in place, see
+``vllm_hook::tap(h, residual, fired, live, site, step, buf)`` takes rows of the stream and never
+changes it; ``vllm_hook::edit(h, residual, fired, live, site, step, buf?, state)`` changes rows of
+``h`` in place, and taps what it left. What a site does in a step is written in ``step``, see
 :mod:`vllm_hook.ops.edit`::
 
-    edits, conditions = site              # tables that this site follows in this step, -1: none
-    if conditions >= 0: evaluate them on h (+ residual), write flags
-    if edits >= 0: apply the chains to their rows
+    for each record of the site:                     # every row at most once
+        x = h[row] (+ residual[row])
+        evaluate the conditions of the row; apply its edits to h[row]
+        if dst >= 0: buf[dst] = h[row] (+ residual[row])
+    fired[0] += 1, if there was anything to do
+
+h, residual: [T, D] (any row stride); fired: int32 [1]; live: int32 [1] on the host; site: int32
+[4], a view of step: int32; buf: [capacity, D].
+
+``live`` is the host's word on whether any site acts in this step. Where Python runs, on CPU and in
+steps without CUDA graphs, an idle step launches nothing at all. While a graph is captured it says
+which of two graphs is being made: one without any launch of ours, or one with.
 
 In ``tap``, only ``fired`` is declared as mutated: that keeps the op alive and in order, and one
 element is all that functionalization could ever copy. ``buf`` is written behind the compiler's back
@@ -28,72 +26,118 @@ were views of one tensor), and nothing in the graph reads it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.library import Library
 
-from .edit import EditState, run_conditions, run_edits
+from .edit import EditState, run_cpu
 
 #: Part of the compile-cache key. Raise it when the schema or the place of an op changes.
-OPS_VERSION = 2
+OPS_VERSION = 3
 
-_SCHEMA = (
-    "tap(Tensor h, Tensor? residual, Tensor(a!) fired, Tensor tables, Tensor table_id, Tensor buf) -> ()"
+_TAP = (
+    "tap(Tensor h, Tensor? residual, Tensor(a!) fired, Tensor live, Tensor site, Tensor step, "
+    "Tensor buf) -> ()"
+)
+_EDIT = (
+    "edit(Tensor(a!) h, Tensor? residual, Tensor(b!) fired, Tensor live, Tensor site, Tensor step, "
+    "Tensor? buf, Tensor[] state) -> ()"
 )
 
-_EDIT_SCHEMA = "edit(Tensor(a!) h, Tensor? residual, Tensor(b!) fired, Tensor site, Tensor[] shared) -> ()"
+#: Called right after a tap was launched, by the address of its buffer: lets rows leave for the host
+#: while later layers still compute. Only steps without CUDA graphs come by here.
+after_tap: dict[int, Callable[[], None]] = {}
 
 
-def tap_cpu(
-    h: Tensor, residual: Tensor | None, fired: Tensor, tables: Tensor, table_id: Tensor, buf: Tensor
+def _tap_cpu(
+    h: Tensor, residual: Tensor | None, fired: Tensor, live: Tensor, site: Tensor, step: Tensor, buf: Tensor
 ) -> None:
-    """The CPU path: one gather (two with a residual), nothing at all when the site is idle."""
-    table = int(table_id)
-    if table < 0:
-        return
-    count = int(tables[table, 0])
-    rows = tables[table, 1 : 1 + count]
-    out = buf[:count]
-    torch.index_select(h, 0, rows, out=out)
-    if residual is not None:
-        out.add_(torch.index_select(residual, 0, rows))
-    fired.add_(1)
+    if live.item() and run_cpu(h, residual, site, step, buf, None):
+        fired.add_(1)
+
+
+def _edit_cpu(
+    h: Tensor,
+    residual: Tensor | None,
+    fired: Tensor,
+    live: Tensor,
+    site: Tensor,
+    step: Tensor,
+    buf: Tensor | None,
+    state: list[Tensor],
+) -> None:
+    if live.item() and run_cpu(h, residual, site, step, buf, EditState(*state)):
+        fired.add_(1)
+
+
+def _tap_cuda(
+    h: Tensor, residual: Tensor | None, fired: Tensor, live: Tensor, site: Tensor, step: Tensor, buf: Tensor
+) -> None:
+    if live.item():
+        from .triton_site import launch_site
+
+        launch_site(h, residual, fired, site, step, buf, None)
+        _sent(buf)
+
+
+def _edit_cuda(
+    h: Tensor,
+    residual: Tensor | None,
+    fired: Tensor,
+    live: Tensor,
+    site: Tensor,
+    step: Tensor,
+    buf: Tensor | None,
+    state: list[Tensor],
+) -> None:
+    if live.item():
+        from .triton_site import launch_site
+
+        launch_site(h, residual, fired, site, step, buf, EditState(*state), latched=live.item() > 1)
+        if buf is not None:
+            _sent(buf)
+
+
+def _sent(buf: Tensor) -> None:
+    if after_tap and (call := after_tap.get(buf.data_ptr())) is not None:
+        call()
 
 
 def _tap_fake(
-    h: Tensor, residual: Tensor | None, fired: Tensor, tables: Tensor, table_id: Tensor, buf: Tensor
+    h: Tensor, residual: Tensor | None, fired: Tensor, live: Tensor, site: Tensor, step: Tensor, buf: Tensor
 ) -> None:
     return None
 
 
-def edit_cpu(h: Tensor, residual: Tensor | None, fired: Tensor, site: Tensor, shared: list[Tensor]) -> None:
-    """The CPU path: a few gathers for all rows at once; nothing at all when the site is idle."""
-    edits, conditions = site.tolist()
-    if edits < 0 and conditions < 0:
-        return
-    state = EditState(*shared)
-    if conditions >= 0:
-        run_conditions(h, residual, conditions, state)
-    if edits >= 0:
-        run_edits(h, residual, edits, state)
-    fired.add_(1)
-
-
-def _edit_fake(h: Tensor, residual: Tensor | None, fired: Tensor, site: Tensor, shared: list[Tensor]) -> None:
+def _edit_fake(
+    h: Tensor,
+    residual: Tensor | None,
+    fired: Tensor,
+    live: Tensor,
+    site: Tensor,
+    step: Tensor,
+    buf: Tensor | None,
+    state: list[Tensor],
+) -> None:
     return None
 
 
 def _register() -> Library:
     library = Library("vllm_hook", "FRAGMENT")
-    library.define(_SCHEMA)
-    library.impl("tap", tap_cpu, "CPU")
+    library.define(_TAP)
+    library.impl("tap", _tap_cpu, "CPU")
+    library.impl("tap", _tap_cuda, "CUDA")
     library._register_fake("tap", _tap_fake)
-    library.define(_EDIT_SCHEMA)
-    library.impl("edit", edit_cpu, "CPU")
+    library.define(_EDIT)
+    library.impl("edit", _edit_cpu, "CPU")
+    library.impl("edit", _edit_cuda, "CUDA")
     library._register_fake("edit", _edit_fake)
     return library
 
 
 _LIBRARY = _register()
+
 tap = torch.ops.vllm_hook.tap
 edit = torch.ops.vllm_hook.edit

@@ -7,6 +7,7 @@ was added to the output of a block. What has no counterpart is returned as notes
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,10 +19,11 @@ from .load import MAX_BYTES, load
 _IGNORED = ("temperature", "max_output_tokens", "max_tokens")
 
 
-def import_legacy(path: str | Path) -> tuple[dict[str, Any], list[str]]:
+def import_legacy(path: str | Path, folder: Path | None = None) -> tuple[dict[str, Any], list[str]]:
     """(program dict that :func:`~vllm_hook.program.load.load` accepts, notes on what was not carried).
 
-    Raises :class:`ProgramError` if the file is not such a configuration.
+    ``folder``: where the program file will lie, since it names files relative to itself; None is the
+    working directory. Raises :class:`ProgramError` if the file is not such a configuration.
     """
     path = Path(path)
     data = _read(path)
@@ -32,7 +34,7 @@ def import_legacy(path: str | Path) -> tuple[dict[str, Any], list[str]]:
         program["model"] = {"id": model_id}
     _attention(data, program, notes, path)
     _hidden_states(data, program, notes, path)
-    _steering(data, program, notes, path)
+    _steering(data, program, notes, path, folder or Path())
     if "observe" not in program and "intervene" not in program:
         raise ProgramError(
             str(path), "has none of important_heads, hookq, hidden_states and steering, so nothing to import"
@@ -135,7 +137,7 @@ def _hidden_states(data: Mapping[str, Any], program: dict[str, Any], notes: list
     everything = _mode(section, "mode", "hidden_states", path) == "all_tokens"
     program.setdefault("observe", {})["states"] = {
         "site": "resid_post",
-        "layers": section.get("layers", "all"),
+        "layers": section.get("layers") or "all",
         "positions": "all" if everything else ["last_prompt", "generated"],
     }
     notes += [f"hidden_states.{key}: not carried" for key in section if key not in ("layers", "mode")]
@@ -147,41 +149,67 @@ _STEERING_KEYS = {
 }  # fmt: skip
 
 
-def _steering(data: Mapping[str, Any], program: dict[str, Any], notes: list[str], path: Path) -> None:
+def _steering(
+    data: Mapping[str, Any], program: dict[str, Any], notes: list[str], path: Path, folder: Path
+) -> None:
+    """A vector file of two entries: ``dir``, and for adjust_rs ``avg_proj``, the projection it sets."""
     if data.get("steering") is None:
         return
     section = _section(data, "steering", path)
-    vector = next((section[k] for k in ("vector_path", "vector", "path") if section.get(k)), None)
-    if not isinstance(vector, str):
+    written = next((section[k] for k in ("vector_path", "vector", "path") if section.get(k)), None)
+    if not isinstance(written, str):
         raise ProgramError(str(path), "steering.vector_path: the file of the vector is needed")
     layers = section.get("layers", section.get("optimal_layer", 15))
-    edit: dict[str, Any] = {"site": "resid_post", "layers": layers if isinstance(layers, list) else [layers]}
+    one = isinstance(layers, int) and not isinstance(layers, bool)
+    edit: dict[str, Any] = {"site": "resid_post", "layers": [layers] if one else layers}
+    vector = _vector_file(written, path, folder, notes)
     method = section.get("method", "adjust_rs")
     if method == "adjust_rs":
         edit |= {"method": "clamp", "vector": f"{vector}#dir", "target": f"{vector}#avg_proj"}
-        notes.append("steering.coefficient: adjust_rs did not use it")
+        if "coefficient" in section:
+            notes.append("steering.coefficient: adjust_rs did not use it")
         notes.append(
             "steering: adjust_rs was applied to one of the two halves that a block returns; here it is "
             "applied to their sum, the residual stream, and the direction is normalised"
         )
     elif method in ("add_vector", "add"):
         edit |= {"method": "add", "vector": f"{vector}#dir", "strength": section.get("coefficient", 0)}
+        if not section.get("coefficient"):
+            notes.append("steering.coefficient: is 0 or missing, so nothing is added; set steering.strength")
     else:
         raise ProgramError(str(path), f"steering.method: {method!r} is neither adjust_rs nor add_vector")
-    edit["positions"] = _steered(section, method, notes)
-    notes.append(f"steering: {vector} was relative to the working directory, now to the program file")
+    edit["positions"] = _steered(section, method, notes, path)
     notes += [f"steering.{key}: not carried" for key in section if key not in _STEERING_KEYS]
     program["intervene"] = {"steering": edit}
 
 
-def _steered(section: Mapping[str, Any], method: str, notes: list[str]) -> Any:
+def _vector_file(written: str, path: Path, folder: Path, notes: list[str]) -> str:
+    """The file relative to ``folder``. It was relative to the working directory; files that were moved
+    together with their configuration lie beside it."""
+    for place in (Path(), path.parent):
+        if (place / written).is_file():
+            if Path(written).is_absolute():
+                return written
+            return Path(os.path.relpath(place / written, folder)).as_posix()
+    notes.append(
+        f"steering: there is no {written} here or beside {path.name}; put it beside the program, or correct "
+        "its path there"
+    )
+    return written
+
+
+def _steered(section: Mapping[str, Any], method: str, notes: list[str], path: Path) -> Any:
     """Selectors for ``phase`` and ``positions``, or for the older ``apply_at_all_positions``."""
-    positions = section.get("positions")
-    last = positions == "last_token"
-    if positions is None:
-        # The older adjust_rs acted on every position whatever this said.
-        last = section.get("apply_at_all_positions", True) is False and method != "adjust_rs"
+    if section.get("positions") is not None:
+        last = _mode(section, "positions", "steering", path) == "last_token"
+    else:
+        last = section.get("apply_at_all_positions", True) is False
+        if last and method == "adjust_rs":
+            notes.append("steering.apply_at_all_positions: adjust_rs acted on every position in spite of it")
+            last = False
     phase = section.get("phase", "both")
+    if phase not in ("both", "prefill", "decode"):
+        raise ProgramError(str(path), f"steering.phase: {phase!r} is none of both, prefill and decode")
     if phase == "decode":
         return "generated"
     if phase == "prefill":

@@ -18,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from ..errors import Problem, ProgramError
+from . import hub
 from ._problems import Path as FieldPath
 from ._problems import format_path, problems_of
 from .schema import Program
@@ -26,7 +27,8 @@ MAX_BYTES = 256 * 1024
 """Largest program file. Tensors live in files of their own."""
 
 Source = Union[str, Path, Mapping[str, Any], Program, "SourcedProgram"]
-"""A path, a text of a program (it holds a newline or starts with ``{``), a dict, or a Program."""
+"""A path, a name on the hub (``hf://org/repo/file``), a text of a program (it holds a newline or starts
+with ``{``), a dict, or a Program."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ def load(source: Source) -> SourcedProgram:
         return _validated(dict(source), label, Path.cwd(), {})
     if isinstance(source, str) and ("\n" in source or source.lstrip().startswith("{")):
         return load_text(source, "program text", Path.cwd())
+    if isinstance(source, (str, Path)) and hub.is_hub_name(str(source)):
+        return _load_from_hub(str(source))
     if isinstance(source, (str, Path)):
         return _load_file(Path(source))
     raise ProgramError("program", f"give a path, a dict or a Program, not {type(source).__name__}")
@@ -80,6 +84,13 @@ def load_text(text: str | bytes, source: str, base_dir: Path) -> SourcedProgram:
         raise ProgramError(source, "is empty")
     data, lines = _parse(decoded, source)
     return _validated(data, source, base_dir, lines)
+
+
+def _load_from_hub(source: str) -> SourcedProgram:
+    path, revision = hub.fetch(source)
+    loaded = _load_file(path)
+    hub.fetch_tensors(source, revision, loaded.program.to_dict())
+    return loaded
 
 
 def _load_file(path: Path) -> SourcedProgram:

@@ -205,6 +205,8 @@ class When(Section):
 
 
 class _Edit(Section):
+    """``keep_norm``: rescale the row (of head sites each head's own) to the norm it had before the edit."""
+
     site: SiteName
     layers: Layers | None = None
     heads: Heads | None = None
@@ -249,12 +251,21 @@ class RotateEdit(_Edit):
 
 
 class SaeEdit(_Edit):
-    """h + (target - f(h)) d for each listed feature f with decoder row d."""
+    """h + (target - f(h)) d for each listed feature f with decoder row d, one after the other."""
 
     method: Literal["sae"]
     sae: TensorRef
     features: Annotated[tuple[Natural, ...], Field(min_length=1)]
     target: Number
+
+    @model_validator(mode="after")
+    def _one_rescaling(self) -> SaeEdit:
+        if self.keep_norm and len(self.features) > 1:
+            # Rescaling after each feature would change what the next one reads.
+            raise fail(
+                "keep_norm takes one feature: write an intervention for each, which rescales in between"
+            )
+        return self
 
 
 class AffineEdit(_Edit):

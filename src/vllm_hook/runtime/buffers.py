@@ -1,15 +1,20 @@
-"""The device memory of the armed sites: row tables and one buffer per site and layer."""
+"""The device memory of the armed sites: a buffer for the rows that each takes, and the step's tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import Tensor
 
 from ..errors import CapacityError
-from ..ops.site import SiteTap
-from ..sites import Armed, ModelFacts
+from ..ops.site import Site
+from ..sites import Armed, ModelFacts, site
+from .area import AreaSize, StepArea
+from .edit_bank import EditBank, edit_bytes
+from .edit_limits import step_limits
+from .edit_plan import EditPlan
 from .plan import StepPlan
 
 Key = tuple[str, int]
@@ -24,21 +29,29 @@ def tap_sites(armed: Armed) -> dict[Key, str]:
     return taps
 
 
-def buffer_bytes(armed: Armed, facts: ModelFacts, last: int, every: int, item: int) -> int:
-    """Bytes of the site buffers and their row tables. ``last``/``every``: rows of the two capacities;
+def site_bytes(
+    armed: Armed, facts: ModelFacts, last: int, every: int, requests: int, slots: int, item: int
+) -> int:
+    """Bytes of device memory of all armed sites. ``last``/``every``: rows of the two capacities;
     ``item``: bytes a value."""
-    taps = tap_sites(armed)
-    total = 4 * len(taps) * (1 + every)
-    for (name, _), rows in taps.items():
-        width = 1
-        for size in facts.row_shape(name):
-            width *= size
-        total += width * item * (last if rows == "last" else every)
-    return total
+    size = _area_size(armed, last, every, requests)
+    rows = sum(
+        prod(facts.row_shape(name)) * item * (last if kind == "last" else every)
+        for (name, _), kind in tap_sites(armed).items()
+    )
+    return rows + 4 * size.ints() + edit_bytes(armed, facts, every, requests, slots)
+
+
+def _area_size(armed: Armed, last: int, every: int, requests: int) -> AreaSize:
+    edited = armed.edit_places()
+    rows = {key: last if kind == "last" else every for key, kind in tap_sites(armed).items()}
+    rows.update(dict.fromkeys(sorted(edited), every))
+    entries, conditions = step_limits(requests) if edited else (0, 0)
+    return AreaSize(rows, edited, entries, conditions)
 
 
 class SiteBank:
-    """Taps by (site, layer), and the tables that tell them each step which rows to take.
+    """Sites by (site, layer), and the tables that tell them each step what to do with which row.
 
     All sites are idle after construction and after :meth:`clear`: profile, dummy and capture runs
     see nothing of a former step.
@@ -52,68 +65,61 @@ class SiteBank:
         all_rows: int,
         dtype: torch.dtype,
         device: torch.device,
+        edits: EditBank | None = None,
+        requests: int = 1,
     ) -> None:
-        taps = tap_sites(armed)
-        self.tables = torch.zeros(max(len(taps), 1), 1 + all_rows, dtype=torch.int32, device=device)
-        self._table_ids = torch.full((max(len(taps), 1),), -1, dtype=torch.int32, device=device)
-        self._slot = {key: i for i, key in enumerate(taps)}
-        self.taps: dict[Key, SiteTap] = {}
-        for (name, layer), rows in taps.items():
-            width = 1
-            for size in facts.row_shape(name):
-                width *= size
-            slot = self._slot[name, layer]
-            self.taps[name, layer] = SiteTap(
-                self.tables,
-                self._table_ids[slot : slot + 1],
+        self.device = device
+        self.area = StepArea(_area_size(armed, last_rows, all_rows, requests), device)
+        self.taken = {
+            key: torch.zeros(
                 last_rows if rows == "last" else all_rows,
-                width,
-                dtype,
+                prod(facts.row_shape(key[0])),
+                dtype=dtype,
+                device=device,
             )
-        self._active = False
+            for key, rows in tap_sites(armed).items()
+        }
+        edited = armed.edit_places()
+        self.sites = {
+            key: Site(
+                self.area.live,
+                header,
+                self.area.step,
+                self.taken.get(key),
+                edits.state[site(key[0]).kind] if edits is not None and key in edited else None,
+            )
+            for key, header in self.area.headers.items()
+        }
 
     def bytes(self) -> int:
         """Device memory held, in bytes."""
-        tensors = [self.tables, self._table_ids, *(tap.buf for tap in self.taps.values())]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.numel() * t.element_size() for t in self.taken.values()) + self.area.bytes()
 
-    def load(self, plan: StepPlan) -> None:
-        """Make the sites follow ``plan`` in the next forward pass."""
-        for key, table in plan.table_of.items():
-            rows = len(plan.tables[table])
-            if rows > self.taps[key].buf.shape[0]:
+    def load(self, plan: StepPlan | None, edits: EditPlan | None = None) -> None:
+        """Make the sites follow these plans in the next forward pass."""
+        for key, table in plan.table_of.items() if plan is not None else ():
+            rows = len(plan.tables[table]) if plan is not None else 0
+            if rows > self.taken[key].shape[0]:
                 raise CapacityError(
                     f"{rows} rows at site {key[0]} of layer {key[1]} in one step, "
-                    f"{self.taps[key].buf.shape[0]} armed"
+                    f"{self.taken[key].shape[0]} armed"
                 )
-        host = self.tables.numpy()
-        for t, table_rows in enumerate(plan.tables):
-            host[t, 0] = len(table_rows)
-            host[t, 1 : 1 + len(table_rows)] = table_rows
-        ids = self._table_ids.numpy()
-        ids[:] = -1
-        for key, t in plan.table_of.items():
-            ids[self._slot[key]] = t
-        self._active = True
+        self.area.load(plan, edits)
 
     def clear(self) -> None:
         """Make every site idle."""
-        if self._active:
-            self._table_ids.fill_(-1)
-            self._active = False
+        self.area.clear()
 
     def prove(self, run: Callable[[], None]) -> list[Key]:
         """Run one forward with every site taking row 0; the sites whose op did not fire."""
-        before = {key: int(tap.fired) for key, tap in self.taps.items()}
-        self.tables[0, 0] = 1
-        self.tables[0, 1] = 0
-        self._table_ids.fill_(0)
+        before = {key: int(s.fired) for key, s in self.sites.items()}
+        self.area.probe()
         try:
             run()
         finally:
-            self._table_ids.fill_(-1)
-        return [key for key, tap in self.taps.items() if int(tap.fired) == before[key]]
+            self.area.clear()
+        return [key for key, s in self.sites.items() if int(s.fired) == before[key]]
 
     def rows(self, key: Key, index: slice | Tensor) -> Tensor:
         """Rows taken at a site in this step: [n, width], a view where ``index`` is a slice."""
-        return self.taps[key].buf[index]
+        return self.taken[key][index]

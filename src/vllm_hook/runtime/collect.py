@@ -1,9 +1,14 @@
-"""From the buffers of a step to rows on the host: gather, reduce, copy. Runs after the forward pass."""
+"""From the buffers of a step to rows by request: gather and reduce on the device, split on the host.
+
+:func:`collect` runs right after the forward pass and never waits for the device; :func:`split` runs
+when the values have come to the host.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +21,8 @@ from ..ops.reference import AttentionRule
 from ..sites import ModelFacts, site
 from .buffers import SiteBank
 from .plan import LanePlan, Piece, StepPlan
+from .shard import Shard
+from .transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,18 @@ class Record:
     index: int
     positions: np.ndarray
     values: Tensor
+    alone: bool = False  # the memory of values holds nothing of other requests
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Values of one lane in one step: [layers, rows of all pieces, ...]; with ``shapes``, one for each
+    piece, a flat tensor that holds them one after the other; or ``parts``, host tensors of the pieces."""
+
+    lane_plan: LanePlan
+    values: Tensor | None
+    shapes: tuple[tuple[int, int, int], ...] = ()
+    parts: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,35 +71,68 @@ class Pages(Protocol):
         """Page numbers, in order, that hold the first ``keys`` keys of a request of this step."""
         ...
 
+    def paged(self, layer: int) -> ops_attention.PagedKeys:
+        """The cache of a layer as the GPU kernels read it."""
+        ...
 
-def collect(plan: StepPlan, bank: SiteBank, facts: ModelFacts, pages: Pages) -> dict[str, list[Record]]:
-    """Rows of a step by request id."""
-    records: dict[str, list[Record]] = {}
+
+def collect(
+    plan: StepPlan,
+    bank: SiteBank,
+    facts: ModelFacts,
+    pages: Pages | None,
+    transfer: Transfer | None = None,
+    shard: Shard | None = None,
+) -> list[Taken]:
+    """Values of a step, lane by lane, still on the device. ``facts``: of the whole model."""
+    shard = shard or Shard()
+    taken = []
     for lane_plan in plan.lanes:
-        if site(lane_plan.lane.site).kind == "attention":
-            _collect_attention(lane_plan, plan, bank, facts, pages, records)
-            continue
-        values = _reduced(lane_plan, _lane_rows(lane_plan, plan, bank, facts))
-        for piece in lane_plan.pieces:
-            _add(records, piece, values[:, piece.a : piece.b])
+        sent = transfer.arrived(lane_plan) if transfer is not None else None
+        if sent is not None:
+            taken.append(Taken(lane_plan, None, parts=tuple(sent)))
+        elif site(lane_plan.lane.site).kind == "attention":
+            assert pages is not None
+            taken.append(_attention(lane_plan, plan, bank, facts, pages, shard))
+        else:
+            rows = _rows(lane_plan, plan, bank, facts, shard)
+            taken.append(Taken(lane_plan, _reduced(lane_plan, rows)))
+    return taken
+
+
+def split(taken: Sequence[Taken]) -> dict[str, list[Record]]:
+    """Rows of a step by request id, from values on the host."""
+    records: dict[str, list[Record]] = {}
+    for t in taken:
+        at = 0
+        for i, piece in enumerate(t.lane_plan.pieces):
+            if t.values is None:
+                own = t.parts[i]
+            elif t.shapes:
+                size = prod(t.shapes[i])
+                own = t.values[at : at + size].view(t.shapes[i])
+                at += size
+            else:
+                own = t.values[:, piece.a : piece.b]
+            records.setdefault(piece.req_id, []).append(
+                Record(piece.watch.index, piece.positions, own, t.values is None)
+            )
     return records
 
 
-def _add(records: dict[str, list[Record]], piece: Piece, values: Tensor) -> None:
-    records.setdefault(piece.req_id, []).append(Record(piece.watch.index, piece.positions, values))
-
-
-def _lane_rows(lane_plan: LanePlan, plan: StepPlan, bank: SiteBank, facts: ModelFacts) -> Tensor:
+def _rows(lane_plan: LanePlan, plan: StepPlan, bank: SiteBank, facts: ModelFacts, shard: Shard) -> Tensor:
     """[layers, rows, *row shape]: a fresh tensor, since the buffers are written again in the next step."""
     lane = lane_plan.lane
+    index = {t: _on(i, bank.device) for t, i in lane_plan.index.items()}
     per_layer = []
     for layer in lane.layers:
         key = (lane.tap_site, layer)
-        per_layer.append(bank.rows(key, _index(lane_plan, plan.table_of[key])))
+        per_layer.append(bank.rows(key, index[plan.table_of[key]]))
     rows = torch.stack(per_layer)
-    shape = facts.row_shape(lane.site)
-    if len(shape) > 1:
-        rows = rows.view(*rows.shape[:2], *shape)
+    if site(lane.site).kind == "head":
+        kv = lane.site in ("k", "v")
+        rows = rows.view(*rows.shape[:2], len(shard.heads(facts, kv)), facts.head_dim)
+        rows = shard.join(rows, facts.kv_heads if kv else None)
         if lane.heads is not None:
             rows = rows[:, :, list(lane.heads)]
     return rows.float() if lane.dtype == "float32" else rows
@@ -104,54 +156,85 @@ def _reduced(lane_plan: LanePlan, rows: Tensor) -> Tensor:
     return function(rows, t["vector"])
 
 
-def _index(lane_plan: LanePlan, table: int) -> slice | Tensor:
-    index = lane_plan.index[table]
-    return index if isinstance(index, slice) else torch.from_numpy(index)
+def _on(index: slice | np.ndarray, device: torch.device) -> slice | Tensor:
+    if isinstance(index, slice):
+        return index
+    host = torch.from_numpy(index)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def _collect_attention(
-    lane_plan: LanePlan,
-    plan: StepPlan,
-    bank: SiteBank,
-    facts: ModelFacts,
-    pages: Pages,
-    records: dict[str, list[Record]],
-) -> None:
-    """Layer by layer, each request against its own pages; rows of ``heads`` in the order they are listed."""
-    lane = lane_plan.lane
+def _attention(
+    lane_plan: LanePlan, plan: StepPlan, bank: SiteBank, facts: ModelFacts, pages: Pages, shard: Shard
+) -> Taken:
+    """For each piece [heads as listed, rows, spans or keys], layer by layer from the KV cache."""
+    lane, pieces = lane_plan.lane, lane_plan.pieces
     assert lane.heads is not None
-    keys_of = {piece.req_id: int(piece.positions[-1]) + 1 for piece in lane_plan.pieces}
-    out = {
-        id(piece): _attention_output(piece, len(lane.heads), keys_of[piece.req_id])
-        for piece in lane_plan.pieces
+    mass = lane.site == "attention_mass"
+    shapes = tuple(
+        (len(lane.heads), p.b - p.a, len(p.watch.spans) if mass else int(p.positions[-1]) + 1) for p in pieces
+    )
+    flat = torch.zeros(sum(map(prod, shapes)), dtype=torch.float32, device=bank.device)
+    own = shard.heads(facts, kv=False)
+    heads: dict[int, list[tuple[int, int]]] = {}
+    for place, (layer, head) in enumerate(lane.heads):
+        if head in own:
+            heads.setdefault(layer, []).append((head - own.start, place))
+    rows = {
+        layer: bank.rows(("q", layer), _on(lane_plan.index[plan.table_of["q", layer]], bank.device)).view(
+            -1, len(own), facts.head_dim
+        )
+        for layer in sorted(heads)
     }
-    for layer in sorted({layer for layer, _ in lane.heads}):
-        key = ("q", layer)
-        q = bank.rows(key, _index(lane_plan, plan.table_of[key])).view(-1, facts.heads, facts.head_dim)
-        where = [i for i, (at, _) in enumerate(lane.heads) if at == layer]
-        heads = [lane.heads[i][1] for i in where]
-        reader = pages.reader(layer)
-        for piece in lane_plan.pieces:
-            args = (
-                pages.pages(layer, piece.batch_index, keys_of[piece.req_id]),
-                reader.page_keys,
-                reader.page_size,
-                reader.group,
-                reader.rule,
-            )
-            rows, positions = q[piece.a : piece.b], piece.positions.tolist()
-            if lane.site == "attention_mass":
-                out[id(piece)][where] = ops_attention.attention_mass(
-                    rows, positions, heads, piece.watch.spans, *args
-                )
-                continue
-            for a, b in ops_attention.row_blocks(positions, len(heads)):
-                block = ops_attention.attention_rows(rows[a:b], positions[a:b], heads, *args)
-                out[id(piece)][where, a:b, : block.shape[-1]] = block
-    for piece in lane_plan.pieces:
-        _add(records, piece, out[id(piece)])
+    if bank.device.type == "cuda":
+        _read_paged(pieces, heads, rows, mass, pages, flat, len(lane.heads))
+    else:
+        parts = [v.view(shape) for v, shape in zip(flat.split([*map(prod, shapes)]), shapes, strict=True)]
+        for layer, members in heads.items():
+            for piece, out in zip(pieces, parts, strict=True):
+                _read_pages(piece, rows[layer][piece.a : piece.b], members, mass, pages, layer, out)
+    return Taken(lane_plan, shard.total(flat), shapes)
 
 
-def _attention_output(piece: Piece, heads: int, keys: int) -> Tensor:
-    width = len(piece.watch.spans) if piece.watch.lane.site == "attention_mass" else keys
-    return torch.zeros(heads, piece.b - piece.a, width, dtype=torch.float32)
+def _read_pages(
+    piece: Piece, q: Tensor, members: list[tuple[int, int]], mass: bool, pages: Pages, layer: int, out: Tensor
+) -> None:
+    """CPU: one layer of one request against its own pages."""
+    heads, where = [head for head, _ in members], [place for _, place in members]
+    reader = pages.reader(layer)
+    args = (
+        pages.pages(layer, piece.batch_index, int(piece.positions[-1]) + 1),
+        reader.page_keys,
+        reader.page_size,
+        reader.group,
+        reader.rule,
+    )
+    positions = piece.positions.tolist()
+    if mass:
+        out[where] = ops_attention.attention_mass(q, positions, heads, piece.watch.spans, *args)
+        return
+    for a, b in ops_attention.row_blocks(positions, len(heads)):
+        block = ops_attention.attention_rows(q[a:b], positions[a:b], heads, *args)
+        out[where, a:b, : block.shape[-1]] = block
+
+
+def _read_paged(
+    pieces: Sequence[Piece],
+    heads: dict[int, list[tuple[int, int]]],
+    rows: dict[int, Tensor],
+    mass: bool,
+    pages: Pages,
+    out: Tensor,
+    listed: int,
+) -> None:
+    """GPU: all rows of a layer at once."""
+    from ..ops.triton_attention import Query, paged_attention, row_table
+
+    queries = [Query(p.a, p.positions, p.batch_index, p.watch.spans) for p in pieces]
+    table = row_table(queries, listed, mass, out.device)
+    packed = _on(np.asarray([m for members in heads.values() for m in members], dtype=np.int32), out.device)
+    assert isinstance(packed, Tensor)
+    at = 0
+    for layer, members in heads.items():
+        mine = packed[at : at + len(members)]
+        at += len(members)
+        paged_attention(rows[layer], mine, table, pages.paged(layer), mass, out)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import CapacityError
 from ..ops import edit as op
-from ..ops.site import SiteEdit
 from ..sites import Armed, ModelFacts, site
-from .edit_limits import CHAINS, CONDITIONS_A_ROW, ENTRIES, GATES, ROW_GATES
+from .edit_limits import GATES, ROW_GATES
 from .edit_plan import (
     Attend,
     AttendPiece,
@@ -28,17 +26,14 @@ from .edit_plan import (
     initial_flag,
 )
 from .requests import Ranges
-
-Place = tuple[str, int]
+from .shard import Shard
 
 
 def edit_bytes(armed: Armed, facts: ModelFacts, rows: int, requests: int, slots: int) -> int:
-    """Bytes of the tables and vectors that the armed edits take; 0 without any."""
-    places = [place for place in armed.edits if place[0] != "attention"]
-    if not places:
+    """Bytes of the vectors and flags of the armed edits; 0 without any."""
+    if not armed.edit_places():
         return 0
-    with torch.device("meta"):
-        return EditBank(places, facts, rows, requests, slots, torch.device("meta")).bytes()
+    return EditBank(facts, rows, requests, slots, torch.device("meta")).bytes()
 
 
 class VectorSource(Protocol):
@@ -48,53 +43,38 @@ class VectorSource(Protocol):
 
 
 class EditBank:
-    """Vectors by slot (one bank a width), gate flags, and the tables that sites follow in a step."""
+    """Vectors by slot (one bank a width) and gate flags: what interventions hold while requests run."""
 
     def __init__(
         self,
-        places: Sequence[Place],
         facts: ModelFacts,
         rows: int,
         requests: int,
         slots: int,
         device: torch.device,
+        shard: Shard | None = None,
     ) -> None:
-        chains, entries = CHAINS * requests, ENTRIES * requests
+        self._facts, self._shard = facts, shard or Shard()
         # The front end counts what running requests hold and frees it a moment before the worker does,
         # and preempted requests keep their flags: hence twice.
         self.flag_slots = Slots(2 * GATES * requests, "gates")
         self.row_flag_slots = Slots(2 * ROW_GATES, "gates by row")
         slots = 2 * slots
         self.vector_slots = {"stream": Slots(slots, "vectors"), "head": Slots(slots, "vectors of head sites")}
-        n = max(len(places), 1)
 
-        def table(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
+        def table(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float32, device=device)
 
-        shared: dict[str, Tensor] = {
-            "edit_tables": table(n, 2, 1 + rows),
-            "chain_start": table(chains + 1),
-            "entry_int": table(entries, 9),
-            "entry_float": table(entries, 4, dtype=torch.float32),
-            "cond_tables": table(n, 2, 1 + CONDITIONS_A_ROW * rows),
-            "cond_int": table(chains, 6),
-            "cond_float": table(chains, 3, dtype=torch.float32),
-            "flags": table(self.flag_slots.capacity, dtype=torch.float32),
-            "acc": table(self.flag_slots.capacity, dtype=torch.float32),
-            "row_flags": table(self.row_flag_slots.capacity, rows, dtype=torch.float32),
+        shared = {
+            "flags": table(self.flag_slots.capacity),
+            "acc": table(self.flag_slots.capacity),
+            "row_flags": table(self.row_flag_slots.capacity, rows),
         }
         self.state = {
-            "stream": op.EditState(**shared, bank=table(slots, facts.hidden, dtype=torch.float32)),
-            "head": op.EditState(**shared, bank=table(slots, facts.head_dim, dtype=torch.float32)),
-        }
-        self._site_ids = torch.full((n, 2), -1, dtype=torch.int32, device=device)
-        self._slot = {place: i for i, place in enumerate(places)}
-        self.edits = {
-            (name, layer): SiteEdit(self.state[site(name).kind].tensors(), self._site_ids[i])
-            for i, (name, layer) in enumerate(places)
+            "stream": op.EditState(**shared, bank=table(slots, facts.hidden)),
+            "head": op.EditState(**shared, bank=table(slots, facts.head_dim)),
         }
         self.attends: Mapping[int, Sequence[AttendPiece]] = {}
-        self._active = False
 
     def bytes(self) -> int:
         tensors = {id(t): t for state in self.state.values() for t in state.tensors()}
@@ -147,8 +127,11 @@ class EditBank:
             filters = tuple(Filter(tuple(f["token_ids"]), _open_ranges(f["sure"])) for f in e["filters"])
             token_flag = flag(self.row_flag_slots, ("tokens", i)) if filters else -1
             kind = site(e["site"]).kind
+            own = self._shard.heads(self._facts, kv=e["site"] in ("k", "v")) if kind == "head" else range(1)
             entries = tuple(
-                _entry(a, vector(kind, a[1]), vector(kind, a[2]), gate, token_flag) for a in e["atoms"]
+                _entry(a, own, vector(kind, a[1]), vector(kind, a[2]), gate, token_flag)
+                for a in e["atoms"]
+                if a[5] in own
             )
             if e["attend"] is not None:
                 attends.append(_attend(e, gate, token_flag))
@@ -179,86 +162,42 @@ class EditBank:
     # -- steps ------------------------------------------------------------------------------
 
     def load(self, plan: EditPlan, input_ids: Tensor) -> None:
-        """Make the sites follow ``plan``. ``input_ids``: tokens of this step's rows, on the device."""
-        shared = self.state["stream"]
-        for what, need, have in (
-            ("chains", len(plan.chain_start), shared.chain_start.shape[0]),
-            ("edits", len(plan.entry_int), shared.entry_int.shape[0]),
-            ("conditions", len(plan.cond_int), shared.cond_int.shape[0]),
-            ("places with conditions", len(plan.cond_tables), shared.cond_tables.shape[0]),
-            (
-                "condition rows at one place",
-                max((len(rows) for rows, _ in plan.cond_tables), default=0),
-                shared.cond_tables.shape[2] - 1,
-            ),
-        ):
-            if need > have:
-                raise CapacityError(f"{need} {what} in one step, {have} reserved")
-        _fill(shared.edit_tables, plan.tables)
-        _fill(shared.cond_tables, plan.cond_tables)
-        for target, values in (
-            (shared.chain_start, plan.chain_start),
-            (shared.entry_int, plan.entry_int),
-            (shared.entry_float, plan.entry_float),
-            (shared.cond_int, plan.cond_int),
-            (shared.cond_float, plan.cond_float),
-        ):
-            target[: len(values)].copy_(torch.from_numpy(values))
+        """Set the flags of rows chosen by token. ``input_ids``: tokens of this step's rows, on the device."""
+        flags = self.state["stream"].row_flags
         for row_flag in plan.row_flags:
-            shared.row_flags[row_flag].zero_()
+            flags[row_flag].zero_()
         for token_flag, rows, filters in plan.token_rows:
-            index = torch.from_numpy(rows).long()
-            passed = torch.ones(len(rows), dtype=torch.bool)
+            index = self.send(rows).long()
+            passed = torch.ones(len(rows), dtype=torch.bool, device=flags.device)
             for ids, sure in filters:
-                hit = torch.isin(input_ids[index], torch.tensor(ids, device=input_ids.device))
-                passed &= hit | torch.from_numpy(sure)
-            shared.row_flags[token_flag, index] = passed.float()
-        self._site_ids.fill_(-1)
-        for place, t in plan.table_of.items():
-            self._site_ids[self._slot[place], 0] = t
-        for place, t in plan.cond_table_of.items():
-            self._site_ids[self._slot[place], 1] = t
+                hit = torch.isin(input_ids[index], self.send(np.asarray(ids)))
+                passed &= hit | self.send(sure)
+            flags[token_flag, index] = passed.float()
         self.attends = plan.attends
-        self._active = True
 
-    def open_rows(self, piece: AttendPiece) -> np.ndarray:
-        """Which rows of a piece its gates let through. Reads flags on the host: CPU only."""
+    def send(self, values: np.ndarray) -> Tensor:
+        """To the device in stream order, without waiting for it."""
+        host = torch.from_numpy(np.ascontiguousarray(values))
+        device = self.state["stream"].flags.device
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+    def open_rows(self, piece: AttendPiece) -> Tensor | None:
+        """Which rows of a piece its gates let through, on the device; None: all."""
         state, attend = self.state["stream"], piece.attend
-        rows = torch.from_numpy(piece.rows).long()
-        keep = torch.ones(len(rows), dtype=torch.bool)
+        if attend.token_flag < 0 and attend.gate is None:
+            return None
+        rows = self.send(piece.rows).long()
+        keep = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
         if attend.token_flag >= 0:
             keep &= state.row_flags[attend.token_flag, rows] > 0
         if attend.gate is not None:
             flags = state.row_flags[attend.gate.flag, rows] if attend.gate.per_row else None
             keep &= (state.flags[attend.gate.flag] > 0) if flags is None else (flags > 0)
-        return np.flatnonzero(keep.numpy())
+        return keep
 
     def clear(self) -> None:
-        """Make every site identity: dummy, profile and capture runs edit nothing."""
-        if self._active:
-            self._site_ids.fill_(-1)
-            self.attends = {}
-            self._active = False
-
-    def prove(self, run: Callable[[], None]) -> list[Place]:
-        """Run one forward in which every site follows a table without rows; the sites that did not."""
-        before = {place: int(edit.fired) for place, edit in self.edits.items()}
-        self.state["stream"].edit_tables[0, :, 0] = 0
-        self._site_ids[:, 0] = 0
-        try:
-            run()
-        finally:
-            self._site_ids.fill_(-1)
-        return [place for place, edit in self.edits.items() if int(edit.fired) == before[place]]
-
-
-def _fill(tables: Tensor, values: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    host = tables.numpy()
-    for t, (rows, which) in enumerate(values):
-        n = len(rows)
-        host[t, :, 0] = n
-        host[t, 0, 1 : 1 + n] = rows
-        host[t, 1, 1 : 1 + n] = which
+        """The step is over: nothing steers attention."""
+        self.attends = {}
 
 
 def _gate(g: Mapping[str, Any], u: int, flag: int) -> Gate:
@@ -283,11 +222,12 @@ def _attend(e: Mapping[str, Any], gate: Gate | None, token_flag: int) -> Attend:
 
 
 def _entry(
-    atom: Sequence[Any], u: int, v: int, gate: Gate | None, token_flag: int
+    atom: Sequence[Any], own: range, u: int, v: int, gate: Gate | None, token_flag: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     kind, _, _, act, keep_norm, head, a, b, c, theta = atom
     gate_kind = op.NO_GATE if gate is None else op.BY_ROW if gate.per_row else op.LATCHED
-    ints = (kind, u, v, act, int(keep_norm), head, gate_kind, -1 if gate is None else gate.flag, token_flag)
+    at = head - own.start  # heads of other ranks are edited there
+    ints = (kind, u, v, act, int(keep_norm), at, gate_kind, -1 if gate is None else gate.flag, token_flag)
     return ints, (a, b, c, theta)
 
 

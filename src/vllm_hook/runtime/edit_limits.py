@@ -14,14 +14,27 @@ from ..errors import CapacityError, ProgramError
 CHAINS, ENTRIES, GATES, CONDITIONS_A_ROW, ROW_GATES = 64, 1024, 8, 4, 64
 
 
+def entries_in_all(requests: int) -> int:
+    """Entries that the interventions of all running requests may come to together."""
+    return max(16 * ENTRIES, 64 * requests)
+
+
+def step_limits(requests: int) -> tuple[int, int]:
+    """Most entries and conditions of one step. The front end counts what running requests hold and
+    frees it a moment before the worker does: hence twice."""
+    return 2 * entries_in_all(requests), 2 * (GATES * requests + ROW_GATES)
+
+
+def entries_of(data: Sequence[Mapping[str, Any]]) -> int:
+    """Most entries of a request in one step."""
+    return _chains_and_entries(data)[1]
+
+
 def check_limits(data: Sequence[Mapping[str, Any]]) -> None:
     """Refuse a request that could overflow the tables of a step: one request never harms another."""
-    at: dict[tuple[str, int], list[int]] = {}
     heads: set[tuple[int, ...]] = set()
     read: dict[tuple[str, int], set[str]] = {}
-    for i, e in enumerate(data):
-        for layer in () if e["attend"] else e["layers"]:
-            at.setdefault((e["site"], layer), []).append(i)
+    for e in data:
         for head in e["attend"]["heads"] if e["attend"] else ():
             if tuple(head) in heads:
                 raise ProgramError(
@@ -31,11 +44,7 @@ def check_limits(data: Sequence[Mapping[str, Any]]) -> None:
         if e["gate"] is not None:
             place = (e["gate"]["site"], e["gate"]["layer"])
             read.setdefault(place, set()).add(json.dumps(e["gate"], sort_keys=True))
-    chains = entries = 0
-    for members in {tuple(m) for m in at.values()}:
-        cuts = 1 + len({x for m in members for r in data[m]["rows"] for x in r})
-        chains += cuts
-        entries += cuts * sum(len(data[m]["atoms"]) for m in members)
+    chains, entries = _chains_and_entries(data)
     latched = {json.dumps(e["gate"], sort_keys=True) for e in data if e["gate"] and not e["gate"]["per_row"]}
     most = max((len(conditions) for conditions in read.values()), default=0)
     for what, need, limit in (
@@ -54,3 +63,16 @@ def row_gates(data: Sequence[Mapping[str, Any]]) -> int:
     """Gates by row that a request holds while it runs."""
     by_row = {json.dumps(e["gate"], sort_keys=True) for e in data if e["gate"] and e["gate"]["per_row"]}
     return len(by_row) + sum(1 for e in data if e["filters"])
+
+
+def _chains_and_entries(data: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    at: dict[tuple[str, int], list[int]] = {}
+    for i, e in enumerate(data):
+        for layer in () if e["attend"] else e["layers"]:
+            at.setdefault((e["site"], layer), []).append(i)
+    chains = entries = 0
+    for members in {tuple(m) for m in at.values()}:
+        cuts = 1 + len({x for m in members for r in data[m]["rows"] for x in r})
+        chains += cuts
+        entries += cuts * sum(len(data[m]["atoms"]) for m in members)
+    return chains, entries

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -117,8 +117,31 @@ class EditState:
     groups: tuple[tuple[tuple[Place, ...], tuple[int, ...]], ...]
     taken: tuple[tuple[Slots, Any], ...]
     attends: tuple[Attend, ...] = ()
+    gates: tuple[Gate, ...] = field(init=False)
+    filtered: tuple[RowEdit, ...] = field(init=False)
+    steady_from: int = field(init=False)
+    steady: tuple[tuple[int, ...], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """What every step asks, worked out once. From ``steady_from`` on no range begins or ends any more:
+        ``steady`` are the edits that then hold, by group."""
+        own = {e.gate.flag: e.gate for e in self.edits if e.gate is not None}
+        self.gates = tuple(own.values())
+        self.filtered = tuple(e for e in self.edits if e.filters)
+        ends = [x for e in self.edits for a, b in e.rows for x in (a, b) if x is not None]
+        self.steady_from = max(ends, default=0)
+        self.steady = tuple(
+            tuple(k for k, m in enumerate(members) if any(b is None for _, b in self.edits[m].rows))
+            for _, members in self.groups
+        )
+
+    def decides_from(self, position: int) -> bool:
+        """Whether a condition that is decided once may read rows from ``position`` on."""
+        return any(b is None or b > position for gate in self.gates if not gate.per_row for _, b in gate.rows)
 
 
+#: Number, first row, count, and the chain or condition of each of these rows.
+_Run = tuple[int, int, int, int]
 #: Flag to write, its rows, and for each filter the tokens and which rows pass whatever their token is.
 TokenRows = tuple[int, np.ndarray, tuple[tuple[tuple[int, ...], np.ndarray], ...]]
 
@@ -158,8 +181,8 @@ def make_edit_plan(
 
 class _Builder:
     def __init__(self) -> None:
-        self.rows: dict[Place, list[tuple[int, np.ndarray, int]]] = {}
-        self.conds: dict[Place, list[tuple[int, np.ndarray, int]]] = {}
+        self.rows: dict[Place, list[_Run]] = {}
+        self.conds: dict[Place, list[_Run]] = {}
         self.chains: list[int] = [0]
         self.ints: list[tuple[int, ...]] = []
         self.floats: list[tuple[float, ...]] = []
@@ -171,8 +194,8 @@ class _Builder:
         self._pieces = 0
 
     def request(self, i: int, state: EditState, first: int, stop: int, shift: int, fresh_from: int) -> None:
-        for edit in state.edits:
-            positions = positions_within(edit.rows, first, stop) if edit.filters else np.empty(0)
+        for edit in state.filtered:
+            positions = positions_within(edit.rows, first, stop)
             if positions.size:
                 passing = tuple(
                     (f.token_ids, np.isin(positions, positions_within(f.sure, first, stop)))
@@ -180,7 +203,7 @@ class _Builder:
                 )
                 self.token_rows.append((edit.token_flag, positions + shift, passing))
                 self.row_flags.add(edit.token_flag)
-        for gate in {e.gate.flag: e.gate for e in state.edits if e.gate is not None}.values():
+        for gate in state.gates:
             self.gate(gate, first, stop, shift, fresh_from)
         for attend in state.attends:
             positions = positions_within(attend.rows, first, stop)
@@ -188,27 +211,41 @@ class _Builder:
                 for layer in attend.heads:
                     piece_at = AttendPiece(attend, i, positions + shift, positions)
                     self.attends.setdefault(layer, []).append(piece_at)
-        for places, members in state.groups:
+        for group, (places, members) in enumerate(state.groups):
+            if first >= state.steady_from:
+                active = state.steady[group]
+                segments = [(first, stop, active)] if active else []
+            else:
+                segments = _segments([state.edits[m].rows for m in members], first, stop)
             chains: dict[tuple[int, ...], int] = {}
-            for a, b, active in _segments([state.edits[m].rows for m in members], first, stop):
+            for a, b, active in segments:
                 chain = chains.get(active)
                 if chain is None:
                     chain = chains[active] = self.chain([state.edits[members[k]] for k in active])
-                piece = (self._pieces, np.arange(a, b, dtype=np.int32) + shift, chain)
-                self._pieces += 1
-                for place in places:
-                    self.rows.setdefault(place, []).append(piece)
+                self.put(self.rows, places, a + shift, b - a, chain)
+
+    def put(
+        self, where: dict[Place, list[_Run]], places: Sequence[Place], row: int, count: int, index: int
+    ) -> None:
+        run = (self._pieces, row, count, index)
+        self._pieces += 1
+        for place in places:
+            where.setdefault(place, []).append(run)
 
     def gate(self, gate: Gate, first: int, stop: int, shift: int, fresh_from: int) -> None:
-        positions = positions_within(gate.rows, first if gate.per_row else fresh_from, stop)
+        low = first if gate.per_row else fresh_from
+        runs = [
+            (max(a, low), stop if b is None else min(b, stop))
+            for a, b in gate.rows
+            if a < stop and (b is None or b > low)
+        ]
         if gate.per_row:
             self.row_flags.add(gate.flag)
-        if positions.size:
+        if runs:
             self.cond_ints.append(gate.ints)
             self.cond_floats.append(gate.floats)
-            piece = (self._pieces, positions + shift, len(self.cond_ints) - 1)
-            self._pieces += 1
-            self.conds.setdefault(gate.place, []).append(piece)
+            for a, b in runs:
+                self.put(self.conds, [gate.place], a + shift, b - a, len(self.cond_ints) - 1)
 
     def chain(self, edits: Sequence[RowEdit]) -> int:
         for edit in edits:
@@ -257,19 +294,21 @@ def _segments(ranges: Sequence[Ranges], first: int, stop: int) -> list[tuple[int
 
 
 def _share(
-    pieces: Mapping[Place, list[tuple[int, np.ndarray, int]]],
+    runs: Mapping[Place, list[_Run]],
 ) -> tuple[tuple[tuple[np.ndarray, np.ndarray], ...], dict[Place, int]]:
-    """Places with the same pieces share a table of (rows, index of each row)."""
+    """Places with the same runs share a table of (rows, index of each row)."""
     ids: dict[tuple[int, ...], int] = {}
     tables: list[tuple[np.ndarray, np.ndarray]] = []
     table_of: dict[Place, int] = {}
-    for place, mine in pieces.items():
-        key = tuple(number for number, _, _ in mine)
+    for place, mine in runs.items():
+        key = tuple([run[0] for run in mine])
         if key not in ids:
             ids[key] = len(tables)
-            rows = np.concatenate([rows for _, rows, _ in mine])
-            which = np.concatenate([np.full(len(rows), index, dtype=np.int32) for _, rows, index in mine])
-            tables.append((rows, which))
+            _, first, count, index = np.asarray(mine, dtype=np.int32).T
+            if (count > 1).any():
+                within = np.arange(count.sum(), dtype=np.int32) - np.repeat(np.cumsum(count) - count, count)
+                first, index = np.repeat(first, count) + within.astype(np.int32), np.repeat(index, count)
+            tables.append((np.ascontiguousarray(first), np.ascontiguousarray(index)))
         table_of[place] = ids[key]
     return tuple(tables), table_of
 

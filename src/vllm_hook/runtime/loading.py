@@ -26,7 +26,8 @@ from ..tensors import (
     read_scalar,
     read_vector,
 )
-from .edits import CompiledEdits, compile_edits
+from .compiled import CompiledEdits
+from .edit_compile import compile_edits
 
 Loaded = Probe | SaeFeatures | torch.Tensor
 """A probe, features of a sparse autoencoder, a vector f32[width], or a scalar f32[]."""
@@ -73,7 +74,8 @@ def _refuse_unavailable(checked: CheckedProgram) -> None:
     for observation in checked.observations:
         if observation.before:
             raise UnsupportedError(
-                f"{checked.source}: observe.{observation.id}.before is not available in this version"
+                f"{checked.source}: observe.{observation.id}.before is not available in this version: rows "
+                "are read after the edits at their site and layer"
             )
     for i, rule in enumerate(checked.rules):
         if rule.do == "stop":

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ...errors import UnsupportedError
-from ...ops.site import SiteEdit, SiteTap
+from ...ops.site import Site
 from ...sites import site
 
 Picked = tuple[Tensor, Tensor | None]
@@ -115,17 +115,16 @@ def supported_sites(model: nn.Module) -> tuple[str, ...]:
     return (*places, "final_norm", *heads) if places else heads
 
 
-def attach(model: nn.Module, parts: Sequence[tuple[str, int, str, SiteTap | SiteEdit]]) -> None:
-    """Put every part, (site, layer, "tap" or "edit", module), into its place. Parts at one module run in
-    the order given: that of the sites, and at each the edit first, so that a tap sees what it made.
+def attach(model: nn.Module, parts: Sequence[tuple[str, int, Site]]) -> None:
+    """Put every part, (site, layer, module), into its place. Parts at one module run in the order given.
 
     Raises :class:`UnsupportedError` naming a site that has no place in this model.
     """
     attention = attention_layers(model)
     layers = dict(_decoder_layers(model))
-    for name, layer, what, part in parts:
+    for name, layer, part in parts:
         if site(name).kind == "head":
-            _attach_head(name, what, attention[layer], part)
+            _attach_head(name, attention[layer], part)
             continue
         if layer not in layers or (places := _family(layers[layer])) is None:
             raise UnsupportedError(
@@ -133,16 +132,16 @@ def attach(model: nn.Module, parts: Sequence[tuple[str, int, str, SiteTap | Site
                 f"only q, k, v, z and the attention sites can be armed"
             )
         if name == "final_norm":
-            _hook(_final_norm(model, layers), name, what, part, Place("", after=_first))
+            _hook(_final_norm(model, layers), name, part, Place("", after=_first))
         else:
             place = places[name]
-            _hook(layers[layer].get_submodule(place.module), name, what, part, place)
+            _hook(layers[layer].get_submodule(place.module), name, part, place)
 
 
-def _attach_head(name: str, what: str, attention: Attention, part: nn.Module) -> None:
+def _attach_head(name: str, attention: Attention, part: nn.Module) -> None:
     """q, k, v are inputs of the attention module (after RoPE), z is its output; [T, heads * d_head]."""
     if name == "z":
-        _hook(attention, name, what, part, Place("", after=lambda output: (_rows(output), None)))
+        _hook(attention, name, part, Place("", after=lambda output: (_rows(output), None)))
         return
     where = {"q": ("query", 0), "k": ("key", 1), "v": ("value", 2)}[name]
 
@@ -150,7 +149,7 @@ def _attach_head(name: str, what: str, attention: Attention, part: nn.Module) ->
         rows = kwargs[where[0]] if where[0] in kwargs else args[where[1]]
         return _rows(rows), None
 
-    _hook(attention, name, what, part, Place("", before=pick))
+    _hook(attention, name, part, Place("", before=pick))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -158,8 +157,8 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.view(x.shape[0], -1)
 
 
-def _hook(module: nn.Module, name: str, what: str, part: nn.Module, place: Place) -> None:
-    attribute = f"vllm_hook_{what}_{name}"
+def _hook(module: nn.Module, name: str, part: nn.Module, place: Place) -> None:
+    attribute = f"vllm_hook_{name}"
     module.add_module(attribute, part)
     before, after = place.before, place.after
     if before is not None:

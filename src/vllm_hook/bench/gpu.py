@@ -1,0 +1,224 @@
+"""The bench on a GPU: engines with CUDA graphs side by side on one device, against plain vLLM.
+
+The default model has the shapes of Llama-3.1-8B and dummy weights: costs do not depend on values.
+Every engine gets the same settings and the same KV cache; armed engines differ in what is armed, as
+they would in use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .measure import Case, Row, Workload, interleaved, runner, table, to_rows, write
+
+PLAIN = "plain vLLM"
+EAGER = "plain vLLM, eager"
+ONE = Workload("decode, batch 1", 1, 64, 128)
+MANY = Workload("decode, batch 128", 128, 64, 128)
+LONG = Workload("prefill, 8 prompts of 4,000 tokens", 8, 4000, 1)
+FIRST = Workload("time to first token, 4,000 tokens", 1, 4000, 1)
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def programs(layers: int, heads: int, vectors: Path) -> dict[str, dict[str, Any]]:
+    """What the cases use, by name."""
+    three = [layers // 4, layers // 2, 3 * layers // 4]
+    spread = range(layers // 4, layers // 4 + min(20, layers // 2))
+    picked = [[spread[i % len(spread)], (7 * i) % heads] for i in range(41)]
+    stream = {"site": "resid_post", "layers": "all"}
+    add = {"method": "add", "vector": f"{vectors}#a", "strength": 0.1}
+    clamp = {"method": "clamp", "vector": f"{vectors}#b", "target": 0.2}
+    mass = {"site": "attention_mass", "heads": picked, "rows": "last_prompt", "keys": ["head", "tail"]}
+    probe = {"site": "resid_post", "layers": [layers // 2], "positions": "generated"}
+    spans = {"head": {"tokens": [0, 2000]}, "tail": {"tokens": [2000, 3990]}}
+    found: dict[str, dict[str, Any]] = {
+        "steer3": {"intervene": {"e": {"site": "resid_post", "layers": three, **add}}},
+        "stack": {"intervene": {"a": {**stream, **add}, "c": {**stream, **clamp}}},
+        "last": {"observe": {"h": {**stream, "positions": "last_prompt"}}},
+        "every": {"observe": {"h": {**stream, "positions": "generated"}}},
+        "prompt": {"observe": {"h": {**stream, "positions": "prompt"}}},
+        "mass": {"spans": spans, "observe": {"m": mass}},
+        "probe": {"observe": {"p": {**probe, "reduce": {"projection": f"{vectors}#a"}}}},
+    }
+    return {name: {"schema": 1, "name": name, **parts} for name, parts in found.items()}
+
+
+#: Engine -> programs that it starts with, which arm what they need.
+ENGINES: dict[str, list[str]] = {
+    "32 sites": ["last", "every", "stack", "steer3"],
+    "few sites": ["steer3", "mass", "probe"],
+    "prompt rows": ["prompt"],
+}
+#: (engine, case)
+CASES = (
+    ("32 sites", Case("32 sites armed, idle", ONE, False, 1.005)),
+    ("32 sites", Case("32 sites armed, idle", MANY, False, 1.005)),
+    ("32 sites", Case("32 sites armed, idle", LONG, False, 1.005)),
+    ("few sites", Case("all steered at 3 layers", ONE, "steer3", 1.01)),
+    ("few sites", Case("all steered at 3 layers", MANY, "steer3", 1.01)),
+    ("32 sites", Case("all steered at 3 layers, 32 armed", ONE, "steer3")),
+    ("32 sites", Case("all steered at 3 layers, 32 armed", MANY, "steer3")),
+    ("32 sites", Case("two stacked edits at 32 layers", ONE, "stack", 1.02)),
+    ("32 sites", Case("two stacked edits at 32 layers", MANY, "stack", 1.02)),
+    ("32 sites", Case("last prompt token of 32 layers", ONE, "last", 1.01)),
+    ("32 sites", Case("last prompt token of 32 layers", MANY, "last", 1.01)),
+    ("32 sites", Case("last prompt token of 32 layers", LONG, "last", 1.01)),
+    ("32 sites", Case("every generated token of 32 layers", ONE, "every", 1.01)),
+    ("32 sites", Case("every generated token of 32 layers", MANY, "every")),
+    ("few sites", Case("attention mass of 41 heads", FIRST, "mass", 1.01)),
+    ("few sites", Case("attention mass of 41 heads", LONG, "mass", 1.01)),
+    ("few sites", Case("probe on every generated token", ONE, "probe", 1.005)),
+    ("few sites", Case("probe on every generated token", MANY, "probe", 1.005)),
+    ("prompt rows", Case("all prompt tokens of 32 layers", LONG, "prompt", 1.10)),
+)
+
+
+def run_gpu(
+    model: str | None,
+    rounds: int,
+    out: Path,
+    console: Console | None = None,
+    only: str = "",
+    eager: bool = True,
+    settings: dict[str, Any] | None = None,
+) -> list[Row]:
+    """Measure every case whose engine is named in ``only`` (default: all); print a table, write JSON to
+    ``out``. ``model``: a folder or id (default: Llama-3.1-8B shapes with dummy weights)."""
+    import torch
+
+    console = console or Console()
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    base, config = _settings(model, out.parent, settings or {})
+    vocabulary = int(config["vocab_size"])
+    vectors = _vectors(out.parent / "bench-vectors.safetensors", int(config["hidden_size"]))
+    sources = programs(int(config["num_hidden_layers"]), int(config["num_attention_heads"]), vectors)
+    engines = {name: own for name, own in ENGINES.items() if name in (only or name)}
+    cases = [(engine, case) for engine, case in CASES if engine in engines]
+    started: dict[str, Any] = {}
+    starts = {}
+    for name in (PLAIN, *([EAGER] if eager else []), *engines):
+        begin = time.perf_counter()
+        started[name] = _engine(name, base, [sources[p] for p in engines.get(name, [])])
+        starts[name] = round(time.perf_counter() - begin, 1)
+        console.print(f"{name}: started in {starts[name]:.0f} s, {_used():.1f} GiB in use on the device")
+    runs: dict[tuple[str, Workload], Callable[[], None]] = {}
+    for workload in dict.fromkeys(case.workload for _, case in cases):
+        runs[PLAIN, workload] = runner(started[PLAIN], workload, vocabulary, None)
+    for engine, case in cases:
+        runs[case.name, case.workload] = runner(started[engine], case.workload, vocabulary, case.hook)
+    seconds = interleaved(runs, rounds, "bfloat16", console)
+    if eager:
+        few = {(n, w): runner(started[n], w, vocabulary, None) for n in (PLAIN, EAGER) for w in (ONE, MANY)}
+        again = interleaved(few, 3, "eager", console)
+        scale = to_rows(again, PLAIN, {}, "bfloat16")
+    rows = to_rows(seconds, PLAIN, {(c.name, c.workload): c.bound for _, c in cases}, "bfloat16")
+    rows += [row for row in scale if row.name == EAGER] if eager else []
+    console.print(table(rows, rounds))
+    copy = pinned_copy()
+    console.print(f"pinned copy: {copy:.1f} GB/s")
+    held = {name: _held(started[name]) for name in engines}
+    write(
+        out, rows, model=model or "Llama-3.1-8B shapes, dummy weights", rounds=rounds, started=starts,
+        pinned_copy_gb_s=copy, bytes_held=held, settings={k: str(v) for k, v in base.items()},
+        memory=torch.cuda.max_memory_allocated(),
+    )  # fmt: skip
+    console.print(f"written to [bold]{out}[/bold]")
+    return rows
+
+
+def _settings(
+    model: str | None, folder: Path, settings: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Engine arguments that all engines share, and the model's configuration."""
+    shared: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": 8192,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "kv_cache_memory_bytes": 6 << 30,
+        "gpu_memory_utilization": 0.17,
+    }
+    if model is None:
+        path = folder / "llama-8b-shapes"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(LLAMA_8B))
+        dummy = {"model": str(path), "load_format": "dummy", "skip_tokenizer_init": True}
+        return {**dummy, **shared, **settings}, LLAMA_8B
+    from transformers import AutoConfig
+
+    return {"model": model, **shared, **settings}, AutoConfig.from_pretrained(model).to_dict()
+
+
+def _vectors(path: Path, width: int) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    save_file({"a": torch.randn(width), "b": torch.randn(width)}, path)
+    return path
+
+
+def _engine(name: str, settings: dict[str, Any], sources: list[dict[str, Any]]) -> Any:
+    from vllm import LLM
+
+    from ..llm import HookLLM
+
+    if name in (PLAIN, EAGER):
+        return LLM(**settings, enforce_eager=name == EAGER)
+    return HookLLM(programs=sources, **settings)
+
+
+def _held(llm: Any) -> int:
+    """Bytes that arming took on the device."""
+    return int(llm.sites()["bytes"])
+
+
+def _used() -> float:
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def pinned_copy(size: int = 1 << 30, times: int = 5) -> float:
+    """GB/s of a plain copy from the device to pinned memory: what the bus gives."""
+    import torch
+
+    source = torch.empty(size, dtype=torch.uint8, device="cuda")
+    target = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(times):
+        target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    return times * size / (time.perf_counter() - begin) / 1e9

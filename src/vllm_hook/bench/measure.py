@@ -1,0 +1,173 @@
+"""Timing of engines that take turns, and what is made of the times.
+
+What is reported is the median over rounds of the ratio within a round, with its 95 % bootstrap
+interval: a change of the machine's speed meets both sides of a round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``requests`` prompts of ``prompt`` tokens each, ``new`` tokens generated for each."""
+
+    name: str
+    requests: int
+    prompt: int
+    new: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to compare with plain vLLM on a workload, by name of engine and of what requests use.
+    ``bound``: largest ratio we promise."""
+
+    name: str
+    workload: Workload
+    hook: Any
+    bound: float | None = None
+
+
+@dataclass
+class Row:
+    """Times in seconds, one a round; ``ratio`` of medians of paired rounds with its 95 % interval."""
+
+    name: str
+    workload: str
+    dtype: str
+    seconds: list[float] = field(default_factory=list)
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None
+    bound: float | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def setup() -> dict[str, Any]:
+    """What a reader needs to judge the figures."""
+    import torch
+    import vllm
+
+    return {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+
+
+def prompts(workload: Workload, vocabulary: int) -> list[dict[str, Any]]:
+    """Random token ids, the same for every engine."""
+    random = np.random.default_rng(0)
+    high = min(vocabulary, 20_000)
+    tokens = random.integers(100 if high > 200 else 10, high, (workload.requests, workload.prompt))
+    return [{"prompt_token_ids": row.tolist()} for row in tokens]
+
+
+def runner(llm: Any, workload: Workload, vocabulary: int, hook: Any) -> Callable[[], None]:
+    """One run of a workload on an engine; ``hook`` as ``generate`` takes it (None: plain vLLM)."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=workload.new, ignore_eos=True, detokenize=False)
+    tokens = prompts(workload, vocabulary)
+    extra = {} if hook is None else {"hook": hook}
+
+    def run() -> None:
+        outputs = llm.generate(tokens, params, use_tqdm=False, **extra)
+        if any(o.hook is not None and o.hook.errors for o in outputs if hook):
+            raise RuntimeError("an observation was incomplete")
+
+    return run
+
+
+def interleaved(
+    runs: Mapping[tuple[str, Workload], Callable[[], None]], rounds: int, what: str, console: Console
+) -> dict[tuple[str, Workload], list[float]]:
+    """Time every run once a round, in an order that turns, after one uncounted round."""
+    seconds: dict[tuple[str, Workload], list[float]] = {key: [] for key in runs}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(f"{what}: rounds", total=(rounds + 1) * len(runs))
+        for round_ in range(rounds + 1):
+            keys = list(runs)[:: 1 if round_ % 2 == 0 else -1]
+            for key in keys:
+                start = time.perf_counter()
+                runs[key]()
+                if round_:
+                    seconds[key].append(time.perf_counter() - start)
+                progress.advance(task)
+    return seconds
+
+
+def to_rows(
+    seconds: Mapping[tuple[str, Workload], list[float]],
+    base: str,
+    bounds: Mapping[tuple[str, Workload], float | None],
+    dtype: str,
+) -> list[Row]:
+    """Times to rows, with the ratio to the case ``base`` on the same workload."""
+    rows = []
+    for (name, workload), times in seconds.items():
+        row = Row(name, workload.name, dtype, times, bound=bounds.get((name, workload)))
+        if name != base:
+            row.ratio, row.interval = ratio_of(times, seconds[base, workload])
+        rows.append(row)
+    return rows
+
+
+def write(path: Path, rows: list[Row], **more: Any) -> None:
+    """The figures as JSON, with the set-up that they belong to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**more, "setup": setup(), "rows": list(map(asdict, rows))}, indent=1))
+
+
+def ratio_of(times: list[float], base: list[float]) -> tuple[float, tuple[float, float]]:
+    """Median of the ratios of paired rounds, and the 95 % bootstrap interval of that median."""
+    ratios = np.asarray(times) / np.asarray(base)
+    random = np.random.default_rng(0)
+    medians = np.median(random.choice(ratios, (2000, len(ratios))), axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return float(np.median(ratios)), (float(low), float(high))
+
+
+def table(rows: list[Row], rounds: int) -> Table:
+    """Medians and ratios; a ratio above its bound is marked."""
+    out = Table(title=f"medians of {rounds} interleaved rounds; ratio to plain vLLM in the same round")
+    for name, justify in (
+        ("dtype", "left"),
+        ("workload", "left"),
+        ("case", "left"),
+        ("ms", "right"),
+        ("ratio", "right"),
+        ("95 %", "right"),
+        ("bound", "right"),
+    ):
+        out.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for row in sorted(rows, key=lambda r: (r.dtype, r.workload)):
+        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+        if row.bound is not None and row.ratio is not None and row.ratio > row.bound:
+            ratio = f"[red]{ratio}[/red]"
+        interval = "" if row.interval is None else f"{row.interval[0]:.3f}-{row.interval[1]:.3f}"
+        bound = "" if row.bound is None else f"{row.bound:.3f}"
+        out.add_row(row.dtype, row.workload, row.name, f"{row.median * 1e3:.1f}", ratio, interval, bound)
+    return out

@@ -1,0 +1,119 @@
+"""The files that a build leaves: a program with its provenance, and tensors beside it.
+
+Provenance is a commented YAML mapping at the head of the program file and, without the date, the
+metadata of the tensor file; :func:`read_provenance` reads both. All else of a build with the same
+seed, data and model is the same byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ..errors import HookError
+from ..program.load import load_text
+from .model import Model
+from .records import Source
+from .work import write_atomic
+
+MARK = "# provenance:"
+WIDTH = 108
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a build writes: ``file`` (the program) and, with tensors, the same name .safetensors."""
+
+    file: Path
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.file.suffix not in (".yaml", ".yml"):
+            raise HookError(f"{self.file}: a program file ends in .yaml")
+        for path in (self.file, self.tensors):
+            if path.exists() and not self.force:
+                raise HookError(f"{path}: exists; give --force to overwrite it")
+
+    @property
+    def tensors(self) -> Path:
+        return self.file.with_suffix(".safetensors")
+
+    @property
+    def name(self) -> str:
+        """A program's name made from the file's."""
+        kept = "".join(c if c.isalnum() or c in "._-" else "-" for c in self.file.stem.lower())
+        return kept.strip("._-")[:64] or "program"
+
+
+def provenance(
+    command: str, model: Model, data: Mapping[str, Source], method: str, **more: Any
+) -> dict[str, Any]:
+    """What every program says of itself; ``data`` by what it was used for."""
+    return {
+        "written_by": f"vllm-hook build {command}",
+        "model": {"id": model.name, "digest": model.digest},
+        "data": {use: {"file": source.name, "sha256": source.digest} for use, source in data.items()},
+        "method": method,
+        **more,
+    }
+
+
+def publish(
+    output: Output,
+    title: str,
+    provenance: Mapping[str, Any],
+    program: Mapping[str, Any],
+    tensors: Mapping[str, Tensor] | None = None,
+    today: date | None = None,
+) -> Path:
+    """Write the program (checked first), and before it its tensors; each appears whole or not at all."""
+    text = program_text(title, provenance, program, today or date.today())
+    load_text(text, str(output.file), output.file.parent)
+    if tensors:
+        contiguous = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+        # One key only: the order of several is not fixed.
+        metadata = {"provenance": json.dumps(dict(provenance), sort_keys=True)}
+        write_atomic(output.tensors, save(contiguous, metadata=metadata))
+    write_atomic(output.file, text.encode("utf-8"))
+    return output.file
+
+
+def program_text(title: str, provenance: Mapping[str, Any], program: Mapping[str, Any], today: date) -> str:
+    """The file: title and provenance as comments, then the program."""
+    head = _yaml({**provenance, "date": today.isoformat()})
+    lines = [*title.splitlines(), MARK.removeprefix("# "), *(f"  {line}" for line in head.splitlines())]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines) + _yaml(program)
+
+
+def read_provenance(path: Path) -> dict[str, Any]:
+    """The provenance of a program file, or of a tensor file. HookError if it has none."""
+    if path.suffix == ".safetensors":
+        with safe_open(str(path), framework="pt") as file:
+            text = (file.metadata() or {}).get("provenance")
+        if text is None:
+            raise HookError(f"{path}: has no provenance")
+        return dict(json.loads(text))
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if MARK not in lines:
+        raise HookError(f"{path}: has no provenance")
+    body = []
+    for line in lines[lines.index(MARK) + 1 :]:
+        if not line.startswith("#   "):
+            break
+        body.append(line.removeprefix("#   "))
+    return dict(yaml.safe_load("\n".join(body)))
+
+
+def _yaml(value: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(
+        dict(value), sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True
+    )

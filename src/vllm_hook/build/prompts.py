@@ -1,0 +1,151 @@
+"""Prompts for building: token ids, the query rows to read, and the spans to read attention on.
+
+Positions are found by character offsets on the rendered chat template, never by counts that assume a
+template. Ranges are half-open.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import HookError, SpanError
+from .records import DATA_MARK, Injection, Labelled, Messages, Pair, Query
+
+Range = tuple[int, int]
+RERANK_START = " Here are some paragraphs:\n\n"
+RERANK_ASK = (
+    "Please find information that are relevant to the following query in the paragraphs above.\n\nQuery: "
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``where`` names the example in errors. ``rows`` and ``keys`` are token ranges: the query rows
+    whose attention is read, and the spans that it is summed over."""
+
+    ids: tuple[int, ...]
+    where: str
+    rows: Range | None = None
+    keys: tuple[Range, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def check_lengths(prompts: Sequence[Prompt], most: int, room: int = 0) -> int:
+    """The longest prompt's tokens. HookError if one, with ``room`` more tokens, is beyond ``most``, or
+    is a single token (position 0 is left out of all statistics)."""
+    for prompt in prompts:
+        if len(prompt) + room > most:
+            extra = f" and {room} to generate" if room else ""
+            raise HookError(
+                f"{prompt.where}: the prompt has {len(prompt)} tokens{extra}; the model's length is {most}"
+            )
+        if len(prompt) < 2:
+            raise HookError(f"{prompt.where}: the prompt is a single token, which is not used (position 0)")
+    return max(map(len, prompts))
+
+
+def where(name: str, record: Injection | Pair | Labelled | Query) -> str:
+    return f"{name}, line {record.line}"
+
+
+def tracker_prompt(tokenizer: Any, record: Injection, name: str = "data") -> Prompt:
+    """The last token looks at the instruction (first key) and at the data (second), arXiv 2411.00348."""
+    try:
+        ids, spans = render(tokenizer, {"instruction": record.instruction, "data": record.data})
+        keys = tuple(_range(spans[key]) for key in ("instruction", "data"))
+    except SpanError as error:
+        raise SpanError(f"{where(name, record)}: {error}") from None
+    return Prompt(tuple(ids), where(name, record), (len(ids) - 1, len(ids)), keys)
+
+
+def chat_prompt(tokenizer: Any, messages: Messages, where: str) -> Prompt:
+    """A conversation up to where the model goes on: after a last message of the assistant, which is
+    taken as the beginning of its answer, or after the generation prompt."""
+    begun = messages[-1][1] if messages[-1][0] == "assistant" else ""
+    turns = messages[:-1] if begun or messages[-1][0] == "assistant" else messages
+    if not turns:
+        raise HookError(f"{where}: has no message but the beginning of an answer")
+    text = _template(tokenizer, turns, where) + begun
+    return Prompt(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]), where)
+
+
+def rerank_prompt(tokenizer: Any, record: Query, order: Sequence[int], name: str = "data") -> Prompt:
+    """All documents, in ``order``, and the query (CoRe, arXiv 2510.02219), as the user's turn.
+
+    Rows: the query with the sentence that asks for it. Keys: the documents in the record's own order,
+    each without its marker.
+    """
+    at = where(name, record)
+    body, chars = RERANK_START, {}
+    for number, i in enumerate(order, 1):
+        body += f"[document {number}] "
+        chars[i] = (len(body), len(body) + len(record.documents[i]))
+        body += record.documents[i] + "\n\n"
+    asked = (len(body), len(body) + len(RERANK_ASK) + len(record.query))
+    body += RERANK_ASK + record.query
+    text = _template(tokenizer, (("user", body),), at)
+    start = text.find(body)
+    if start < 0:  # many templates trim the content; spans inside are where they were
+        trimmed = body.strip()
+        start = text.find(trimmed) - (len(body) - len(body.lstrip()))
+        if trimmed not in text:
+            raise SpanError(f"{at}: the chat template changes the message; its spans cannot be located")
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = encoded["offset_mapping"]
+
+    def tokens(pair: Range) -> Range:
+        return _range(_overlapping(offsets, start + pair[0], start + pair[1]))
+
+    keys = tuple(tokens(chars[i]) for i in range(len(record.documents)))
+    return Prompt(tuple(encoded["input_ids"]), at, tokens(asked), keys)
+
+
+def document_order(record: Query, seed: int) -> list[int]:
+    """A shuffle by seed and id: files often list relevant documents first."""
+    order = list(range(len(record.documents)))
+    random.Random(f"{seed}/{record.id}").shuffle(order)
+    return order
+
+
+def render(tokenizer: Any, record: Any) -> tuple[list[int], dict[str, list[int]]]:
+    """Token ids of an injection record's prompt, and the token positions of ``instruction`` and ``data``.
+
+    A token belongs to a span if its characters overlap it, in the rendered chat template.
+    """
+    user = DATA_MARK + record["data"]
+    text = _template(tokenizer, (("system", record["instruction"]), ("user", user)), "prompt")
+    at = text.find(record["instruction"])
+    user_at = text.find(user, at + len(record["instruction"]))
+    if at < 0 or user_at < 0:
+        raise SpanError("the chat template changes the messages; their spans cannot be located")
+    data_at = user_at + len(DATA_MARK)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    spans = {
+        name: _overlapping(encoded["offset_mapping"], start, start + len(record[name]))
+        for name, start in (("instruction", at), ("data", data_at))
+    }
+    return encoded["input_ids"], spans
+
+
+def _template(tokenizer: Any, messages: Messages, where: str) -> str:
+    turns = [{"role": role, "content": content} for role, content in messages]
+    try:
+        text: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise what they like, jinja2's errors among it
+        raise HookError(f"{where}: the chat template refuses the messages: {error}") from None
+    return text
+
+
+def _overlapping(offsets: Sequence[Range], begin: int, stop: int) -> list[int]:
+    return [i for i, (start, end) in enumerate(offsets) if start < stop and end > begin and end > start]
+
+
+def _range(tokens: Sequence[int]) -> Range:
+    if not tokens:
+        raise SpanError("a span holds no token")
+    return tokens[0], tokens[-1] + 1

@@ -1,0 +1,226 @@
+"""The site op on GPUs: edits and taps of all rows in one launch. Loops and tables: :mod:`.edit`.
+
+One program a record, with the whole row in registers (up to 16,384 wide). In a captured graph the
+number of programs is that of the padded batch; those beyond the records of the step end after one
+load. Conditions by row are read by the program of their row; conditions that are decided once for
+a request may stand in any number of rows, and edits of other rows at the same site may wait for
+them, so they are a launch of their own (steps that have any run without CUDA graphs).
+"""
+
+# Kernels are no Python functions: their arguments have no types that a checker could know.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from .edit import EditState
+
+#: Widest row that the kernel holds.
+WIDEST = 16_384
+#: Programs of the launch for latched conditions; each takes several if there are more.
+_LATCHED_PROGRAMS = 64
+
+
+@triton.jit
+def _float(step, at):
+    return tl.load(step + at).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _value(x, bank, step, cond, d, width):
+    """What a condition compares with its bound: see run_conditions."""
+    kind = tl.load(step + cond)
+    u = tl.load(bank + tl.load(step + cond + 1).to(tl.int64) * width + d, mask=d < width, other=0.0)
+    dot = tl.sum(x * u, 0)
+    norm = tl.sqrt(tl.sum(x * x, 0))
+    value = tl.where(kind == 2, norm, tl.where(kind == 1, dot / tl.maximum(norm, 1e-30), dot))
+    return value + _float(step, cond + 8)
+
+
+@triton.jit
+def _change(x, bank, step, entry, d, width, inside):
+    """What one entry adds to a row."""
+    kind = tl.load(step + entry)
+    at = d - tl.load(step + entry + 5) * width
+    u = tl.load(bank + tl.load(step + entry + 1).to(tl.int64) * width + at, mask=inside, other=0.0)
+    v = tl.load(bank + tl.load(step + entry + 2).to(tl.int64) * width + at, mask=inside, other=0.0)
+    act, keep = tl.load(step + entry + 3), tl.load(step + entry + 4)
+    a, b = _float(step, entry + 9), _float(step, entry + 10)
+    score = tl.sum(x * u, 0) + _float(step, entry + 11)
+    floor = tl.where(act == 2, _float(step, entry + 12), 0.0)
+    score = tl.where((act == 0) | (score > floor), score, 0.0)
+    second = tl.sum(x * v, 0)
+    length = tl.sqrt(score * score + second * second)
+    along = tl.where(kind == 1, length * a - score, 0.0)
+    across = tl.where(kind == 1, length * b - second, a + b * score)
+    change = along * u + across * v
+    if keep != 0:
+        old = tl.where(inside, x, 0.0)
+        moved = old + change
+        scale = tl.sqrt(tl.sum(old * old, 0)) / tl.maximum(tl.sqrt(tl.sum(moved * moved, 0)), 1e-30)
+        any_change = tl.max(tl.abs(change), 0) > 0
+        change = tl.where(any_change, moved * scale - old, change)
+    return change
+
+
+@triton.jit
+def _open(step, entry, row, flags, row_flags, flag_rows):
+    kind, gate, row_gate = tl.load(step + entry + 6), tl.load(step + entry + 7), tl.load(step + entry + 8)
+    open = 1
+    if kind == 1:
+        open = (tl.load(flags + gate) > 0).to(tl.int32)
+    if kind == 2:
+        open = (tl.load(row_flags + gate.to(tl.int64) * flag_rows + row) > 0).to(tl.int32)
+    if row_gate >= 0:
+        chosen = tl.load(row_flags + row_gate.to(tl.int64) * flag_rows + row) > 0
+        open = open * chosen.to(tl.int32)
+    return open
+
+
+@triton.jit
+def _site_kernel(
+    h,
+    h_row,
+    residual,
+    residual_row,
+    fired,
+    site,
+    step,
+    buf,
+    flags,
+    row_flags,
+    flag_rows,
+    bank,
+    D,
+    width,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BUF: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+):
+    j = tl.program_id(0)
+    if j < tl.load(site + 1):
+        record = tl.load(site) + j * 8
+        row = tl.load(step + record).to(tl.int64)
+        d = tl.arange(0, BLOCK)
+        mask = d < D
+        own = tl.load(h + row * h_row + d, mask=mask, other=0.0).to(tl.float32)
+        rest = tl.zeros([BLOCK], dtype=tl.float32)
+        if HAS_RESIDUAL:
+            rest = tl.load(residual + row * residual_row + d, mask=mask, other=0.0).to(tl.float32)
+        if HAS_STATE:
+            x = own + rest
+            conds, n_conds = tl.load(step + record + 4), tl.load(step + record + 5)
+            for k in range(n_conds):
+                cond = tl.load(step + conds + k)
+                value = _value(x, bank, step, cond, d, width)
+                bound = _float(step, cond + 9)
+                holds = tl.where(tl.load(step + cond + 3) != 0, value > bound, value < bound)
+                flag = tl.load(step + cond + 4).to(tl.int64)
+                tl.store(row_flags + flag * flag_rows + row, holds.to(tl.float32))
+            if n_conds > 0:
+                tl.debug_barrier()
+            entries, n_entries = tl.load(step + record + 2), tl.load(step + record + 3)
+            delta = tl.zeros([BLOCK], dtype=tl.float32)
+            for e in range(n_entries):
+                entry = entries + e * 16
+                head = tl.load(step + entry + 5)
+                inside = mask & (d >= head * width) & (d < (head + 1) * width)
+                change = _change(x, bank, step, entry, d, width, inside)
+                open = _open(step, entry, row, flags, row_flags, flag_rows)
+                change = tl.where(inside & (open != 0), change, 0.0)
+                x += change
+                delta += change
+            if n_entries > 0:
+                # A row that did not change keeps its bits, also the sign of a zero.
+                new = tl.where(delta == 0.0, own, own + delta).to(h.dtype.element_ty)
+                tl.store(h + row * h_row + d, new, mask=mask)
+                own = new.to(tl.float32)
+        if HAS_BUF:
+            dst = tl.load(step + record + 1).to(tl.int64)
+            if dst >= 0:
+                tl.store(buf + dst * D + d, (own + rest).to(buf.dtype.element_ty), mask=mask)
+        if j == 0:
+            tl.store(fired, tl.load(fired) + 1)
+
+
+@triton.jit
+def _latched_kernel(
+    h,
+    h_row,
+    residual,
+    residual_row,
+    site,
+    step,
+    flags,
+    acc,
+    bank,
+    D,
+    width,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    d = tl.arange(0, BLOCK)
+    mask = d < D
+    for i in range(tl.program_id(0), tl.load(site + 3), tl.num_programs(0)):
+        cond = tl.load(step + tl.load(site + 2) + i)
+        over, above = tl.load(step + cond + 2), tl.load(step + cond + 3)
+        flag = tl.load(step + cond + 4)
+        rows, n_rows = tl.load(step + cond + 6), tl.load(step + cond + 7)
+        bound = _float(step, cond + 9)
+        total, latch = tl.load(acc + flag), tl.load(flags + flag)
+        for k in range(n_rows):
+            row = tl.load(step + rows + k).to(tl.int64)
+            x = tl.load(h + row * h_row + d, mask=mask, other=0.0).to(tl.float32)
+            if HAS_RESIDUAL:
+                x += tl.load(residual + row * residual_row + d, mask=mask, other=0.0).to(tl.float32)
+            value = _value(x, bank, step, cond, d, width)
+            holds = tl.where(above != 0, value > bound, value < bound).to(tl.float32)
+            latch = tl.where(over == 1, tl.minimum(latch, holds), tl.maximum(latch, holds))
+            total += value
+        mean = total / _float(step, cond + 10)
+        of_mean = tl.where(above != 0, mean > bound, mean < bound).to(tl.float32)
+        tl.store(acc + flag, tl.where(over == 2, total, tl.load(acc + flag)))
+        tl.store(flags + flag, tl.where(over == 2, of_mean, latch))
+
+
+def launch_site(
+    h: Tensor,
+    residual: Tensor | None,
+    fired: Tensor,
+    site: Tensor,
+    step: Tensor,
+    buf: Tensor | None,
+    state: EditState | None,
+    latched: bool = True,
+) -> None:
+    """Run one site on this step's rows. ``latched``: whether the step has conditions decided once.
+
+    h, residual: [T, D] with rows of any stride and neighbouring columns; else as in :mod:`.library`.
+    """
+    tokens, width = h.shape
+    if width > WIDEST:
+        raise UnsupportedError(f"rows of {width} values are wider than the {WIDEST} that a site can hold")
+    if h.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
+        raise UnsupportedError("a site needs rows whose columns are neighbours")
+    block = triton.next_power_of_2(width)
+    warps = 8 if block >= 2048 else 4
+    other = h if residual is None else residual
+    bank = fired if state is None else state.bank
+    flags, row_flags = (fired, fired) if state is None else (state.flags, state.row_flags)
+    inner = width if state is None else bank.shape[1]
+    if state is not None and latched:
+        _latched_kernel[(_LATCHED_PROGRAMS,)](
+            h, h.stride(0), other, other.stride(0), site, step, flags, state.acc, bank, width, inner,
+            BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=warps,
+        )  # fmt: skip
+    programs = tokens if state is not None or buf is None else min(tokens, buf.shape[0])
+    _site_kernel[(programs,)](
+        h, h.stride(0), other, other.stride(0), fired, site, step, fired if buf is None else buf,
+        flags, row_flags, row_flags.stride(0), bank, width, inner,
+        BLOCK=block, HAS_RESIDUAL=residual is not None, HAS_BUF=buf is not None,
+        HAS_STATE=state is not None, num_warps=warps,
+    )  # fmt: skip

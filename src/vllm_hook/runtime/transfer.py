@@ -1,0 +1,131 @@
+"""Rows leave the device: on a stream of their own, into pinned memory, while the engine goes on.
+
+Rows of a step are gathered behind its forward pass and copied while the next one is prepared. Large
+captures, all prompt rows of many layers, are sent layer by layer as soon as each tap has run, straight
+from its buffer, so that the bus works while later layers compute; such steps run without CUDA graphs
+anyway (longer than any captured size).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..ops.library import after_tap
+from ..sites import ModelFacts, site
+from .buffers import SiteBank
+from .plan import LanePlan, Piece, StepPlan, positions_within
+
+#: Captures of at least this many bytes a step are sent layer by layer.
+EARLY_BYTES = 8 << 20
+
+
+class Transfer:
+    """Copies from one device. On a CPU everything is where it should be already."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._early: dict[int, tuple[list[Tensor], set[int]]] = {}
+        self._keys: list[int] = []
+        self._homes: dict[int, Tensor] = {}
+        self._busy: torch.cuda.Event | None = None
+
+    def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """Host copies that hold the values once the event has come; what is on the host stays as it is."""
+        if self._stream is None:
+            return list(tensors), None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            out = []
+            for tensor in tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(self._stream)
+                out.append(tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor)
+            event = torch.cuda.Event()
+            event.record()
+        return out, event
+
+    # -- large captures ---------------------------------------------------------------------
+
+    def wait_for_buffers(self) -> None:
+        """Buffers are written again: behind the copies that still read them, without holding the host."""
+        if self._busy is not None:
+            torch.cuda.current_stream().wait_event(self._busy)
+            self._busy = None
+
+    def expect(self, plan: StepPlan, bank: SiteBank, facts: ModelFacts) -> None:
+        """Before a forward pass without CUDA graphs: send the large captures of its taps early."""
+        if self._stream is None:
+            return
+        for lane_plan in plan.lanes:
+            lane = lane_plan.lane
+            bufs = [bank.taken[lane.tap_site, layer] for layer in lane.layers]
+            if not _as_taken(lane_plan) or any(buf.data_ptr() in after_tap for buf in bufs):
+                continue
+            rows = sum(len(piece.positions) for piece in lane_plan.pieces)
+            if len(bufs) * rows * bufs[0].shape[1] * bufs[0].element_size() < EARLY_BYTES:
+                continue
+            parts = [
+                self._home(piece, len(bufs), facts.row_shape(lane.site), bufs[0])
+                for piece in lane_plan.pieces
+            ]
+            missing = set(range(len(bufs)))
+            self._early[id(lane_plan)] = parts, missing
+            spans = [(piece.a, piece.b) for piece in lane_plan.pieces]
+            for i, buf in enumerate(bufs):
+                targets = [(buf[a:b], part[i]) for (a, b), part in zip(spans, parts, strict=True)]
+                self._keys.append(buf.data_ptr())
+                after_tap[buf.data_ptr()] = partial(self._send, targets, missing, i)
+
+    def _home(self, piece: Piece, layers: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Where the rows of a piece belong on the host: [layers, rows, ...] of one tensor for all chunks of
+        an observation whose number of rows is known, so that nobody has to join them."""
+        watch, n = piece.watch, piece.b - piece.a
+        ends = [b for _, b in watch.rows]
+        if None in ends:
+            return torch.empty(layers, n, *shape, dtype=like.dtype, pin_memory=True)
+        key = id(watch)
+        if key not in self._homes:
+            total = len(positions_within(watch.rows, 0, max(b for b in ends if b is not None)))
+            self._homes[key] = torch.empty(layers, total, *shape, dtype=like.dtype, pin_memory=True)
+            weakref.finalize(watch, self._homes.pop, key, None)
+        first = len(positions_within(watch.rows, 0, int(piece.positions[0])))
+        return self._homes[key][:, first : first + n]
+
+    def _send(self, targets: list[tuple[Tensor, Tensor]], missing: set[int], i: int) -> None:
+        assert self._stream is not None
+        missing.discard(i)
+        ready = torch.cuda.Event()
+        ready.record()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            for rows, host in targets:
+                host.view(rows.shape).copy_(rows, non_blocking=True)
+
+    def arrived(self, lane_plan: LanePlan) -> list[Tensor] | None:
+        """The host tensors, one a piece, that a lane's rows were sent to, if all were."""
+        parts, missing = self._early.get(id(lane_plan), ([], {0}))
+        return None if missing else parts
+
+    def finish(self) -> None:
+        """The forward pass is queued: nothing more is sent early, and the buffers are in use for a while."""
+        if self._keys:
+            for key in self._keys:
+                after_tap.pop(key, None)
+            self._keys.clear()
+            self._early.clear()
+            assert self._stream is not None
+            self._busy = torch.cuda.Event()
+            self._busy.record(self._stream)
+
+
+def _as_taken(lane_plan: LanePlan) -> bool:
+    """Whether the lane is nothing but the first rows of its buffers, as they are."""
+    lane = lane_plan.lane
+    if site(lane.site).kind == "attention" or lane.reduce is not None or lane.heads is not None:
+        return False
+    return lane.dtype != "float32" and all(isinstance(index, slice) for index in lane_plan.index.values())

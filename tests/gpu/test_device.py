@@ -1,0 +1,152 @@
+"""On a GPU: graphs that replay our launches, rows that leave early, bf16 against Hugging Face."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from conftest import GPU, hook_llm
+from editing import Tensors, compare
+from oracle import Reference, fed
+from prompts import greedy, token_prompts
+from vllm_hook.engine import control
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU")]
+
+LOOK = {
+    "schema": 1,
+    "name": "look",
+    "spans": {"s": {"tokens": [1, 6]}},
+    "intervene": {
+        "e": {
+            "site": "attention",
+            "method": "attend",
+            "heads": [[1, 0], [2, 3]],
+            "keys": ["s"],
+            "weight": 6.0,
+        }
+    },
+}
+ARM = {"resid_post": {"rows": "all"}, "attention": {"rows": "last"}, "z": {"rows": "last"}}
+
+
+@pytest.fixture(scope="module")
+def tensors(tmp_path_factory):
+    made = Tensors(tmp_path_factory.mktemp("vectors"), 64, 32)
+    made.put("v", {"a": torch.randn(64, generator=torch.Generator().manual_seed(3)) * 5})
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_dir):
+    with hook_llm(
+        tiny_dir("llama"), programs=[LOOK], arm=ARM, max_num_batched_tokens=512, max_model_len=512
+    ) as llm:
+        yield llm
+
+
+def fired(llm):
+    return control.status(llm.llm.llm_engine)["fired"]
+
+
+def test_the_v2_runner_with_full_graphs_is_what_runs(llm):
+    worker = llm.llm.llm_engine.model_executor.driver_worker.worker
+    runner, graphs = worker.model_runner, worker._vllm_hook.adapter.graphs
+    assert type(runner).__module__.startswith("vllm.v1.worker.gpu.")
+    assert runner.cudagraph_manager.graphs
+    assert set(graphs.hooked) == set(graphs.plain) == set(runner.cudagraph_manager.graphs)
+
+
+def test_edits_and_taps_act_in_replayed_full_graphs(llm, tensors):
+    """Counters written by the kernels: one a step for a steered request, none for a plain one."""
+    edit = {"site": "resid_post", "layers": [2], "method": "add", "vector": tensors.ref("a", "v")}
+    llm.load_program({"schema": 1, "name": "steer", "intervene": {"e": edit}})
+    (prompt,) = token_prompts([20], seed=1)
+    try:
+        before = fired(llm)
+        plain = llm.generate([prompt], greedy(17), hook=False, use_tqdm=False)[0]
+        assert fired(llm) == before
+        steered = llm.generate([prompt], greedy(17), hook="steer", use_tqdm=False)[0]
+        after = fired(llm)
+    finally:
+        llm.unload_program("steer")
+    assert after["resid_post@2"] - before["resid_post@2"] == 17
+    assert after["resid_post@1"] == before["resid_post@1"]
+    assert plain.outputs[0].token_ids != steered.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("positions", ["prompt", "all"])
+def test_large_captures_leave_early_and_right(llm, tiny_reference, monkeypatch, positions):
+    """All prompt rows of all layers, in prompts that are cut by the step size; steps without graphs."""
+    from vllm_hook.runtime import transfer
+
+    monkeypatch.setattr(transfer, "EARLY_BYTES", 1024)
+    observe = {"h": {"site": "resid_post", "layers": "all", "positions": positions}}
+    llm.load_program({"schema": 1, "name": "rows", "observe": observe})
+    prompts = token_prompts([200, 330, 150, 90, 301], seed=4)
+    try:
+        outs = llm.generate(prompts, greedy(3), hook="rows", use_tqdm=False)
+    finally:
+        llm.unload_program("rows")
+    if positions == "prompt":  # written by the device where they are; the others were joined
+        assert any(out.hook.observed["h"].values.is_pinned() for out in outs)
+    for out in outs:
+        assert not out.hook.errors
+        got = out.hook.observed["h"]
+        n = len(out.prompt_token_ids) if positions == "prompt" else len(fed(out))
+        want = tiny_reference.run(fed(out))["resid_post"][:, :n]
+        assert got.values.shape == want.shape
+        error = (got.values - want).norm(dim=-1) / want.norm(dim=-1)
+        assert float(error.max()) < 1e-4
+
+
+def test_attention_is_steered_between_graphs(llm, tiny_reference, tensors):
+    """Decode steps of a request whose attention is steered; neighbours keep what they get without it."""
+    prompts = token_prompts([24, 30, 41], seed=5)
+    outs = llm.generate(prompts, greedy(16), hook=["look", False, "look"], use_tqdm=False)
+    plain = llm.generate(prompts, greedy(16), hook=False, use_tqdm=False)
+    for i in (0, 2):
+        told = compare(tiny_reference, outs[i], [LOOK], tensors)
+        assert told["wrong"] is None
+        assert told["equal"] == 16 or told["tie"] is not None
+    assert outs[1].outputs[0].token_ids == plain[1].outputs[0].token_ids
+    assert outs[0].outputs[0].token_ids != plain[0].outputs[0].token_ids
+
+
+def test_bf16_rows_of_smollm2(smollm2_path, tmp_path):
+    """Relative error and cosine of every row against Hugging Face in fp32, decode in full graphs."""
+    observe = {
+        "h": {"site": "resid_post", "layers": "all", "positions": "all", "dtype": "float32"},
+        "m": {"site": "attention_mass", "layers": [3, 14], "rows": "all", "keys": ["first", "rest"]},
+        "p": {
+            "site": "resid_post", "layers": [12], "positions": "generated",
+            "reduce": {"probe": "probe.safetensors"},
+        },
+    }  # fmt: skip
+    weight = torch.randn(576, generator=torch.Generator().manual_seed(0)) / 24
+    save_file({"weight": weight, "bias": torch.tensor([0.5])}, tmp_path / "probe.safetensors")
+    program = {
+        "schema": 1, "name": "look", "observe": observe,
+        "spans": {"first": {"tokens": [0, 1]}, "rest": {"tokens": [1, 5]}},
+    }  # fmt: skip
+    observe["p"]["reduce"]["probe"] = str(tmp_path / "probe.safetensors")
+    with hook_llm(smollm2_path, programs=[program], dtype="bfloat16", max_num_batched_tokens=1024) as llm:
+        text = ["The capital of France is", "Water boils at a temperature of", "Once upon a time in a town"]
+        outs = llm.generate(text, greedy(12), hook="look", use_tqdm=False)
+    reference = Reference(smollm2_path)
+    for out in outs:
+        assert not out.hook.errors
+        ids = fed(out)
+        want = reference.run(ids)
+        got = out.hook.observed["h"].values
+        error = (got - want["resid_post"]).norm(dim=-1) / want["resid_post"].norm(dim=-1)
+        cosine = torch.nn.functional.cosine_similarity(got, want["resid_post"], dim=-1)
+        assert float(error[:, 1:].max()) <= 0.1
+        assert float(cosine.min()) >= 0.995
+        probs = want["attention"][[3, 14]].flatten(0, 1)
+        mass = torch.stack([probs[..., 0], probs[..., 1:5].sum(-1)], dim=-1)
+        assert float((out.hook.observed["m"].values - mass).abs().mean()) < 0.05
+        n = len(out.prompt_token_ids)
+        logit = got[12, n:] @ weight + 0.5
+        torch.testing.assert_close(out.hook.observed["p"].values[0], logit, rtol=1e-3, atol=1e-2)

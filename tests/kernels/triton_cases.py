@@ -1,0 +1,199 @@
+"""The Triton kernels against their plain-torch definitions: on a GPU, or in Triton's interpreter.
+
+Not collected by name: ``test_triton.py`` runs this file with the interpreter switched on, the GPU
+suite runs it on the device.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.test_edit import PLACE, ROWS, Bench, as_reference, condition, entry, watch
+from vllm_hook.ops import edit as op
+from vllm_hook.ops import reference
+from vllm_hook.ops.attention import PagedKeys
+from vllm_hook.ops.reference import AttentionRule
+from vllm_hook.ops.triton_attention import Query, paged_attention, row_table
+from vllm_hook.ops.triton_site import launch_site
+from vllm_hook.runtime.area import AreaSize, StepArea
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+class DeviceBench(Bench):
+    """The same site on the device, run by the Triton launch."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__(width)
+        self.state = op.EditState(*[t.to(DEVICE) for t in self.state.tensors()])
+        self.area = StepArea(AreaSize({PLACE: ROWS}, frozenset([PLACE]), 64, 16), DEVICE)
+
+    def run(self, h, residual):
+        from vllm_hook.runtime.plan import StepPlan
+
+        taps = None
+        if self.taken is not None:
+            taps = StepPlan((np.asarray(self.taken, dtype=np.int32),), {PLACE: 0}, ())
+        self.area.load(taps, self.plan())
+        fired = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        header, step = self.area.headers[PLACE], self.area.step
+        launch_site(h, residual, fired, header, step, self.buf, self.state, bool(self.area.live.item() > 1))
+        return int(fired)
+
+
+def both(h, residual):
+    return h.to(DEVICE), None if residual is None else residual.to(DEVICE)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_chains_equal_the_definition(seed):
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    width = r.choice([16, 24, 40])
+    s = DeviceBench(width)
+    q, _ = torch.linalg.qr(torch.randn(width, 2))
+    s.bank[4], s.bank[5] = q[:, 0].to(DEVICE), q[:, 1].to(DEVICE)
+    for _ in range(r.randint(1, 4)):
+        chain = []
+        for _ in range(r.randint(1, 3)):
+            if r.random() < 0.3:
+                chain.append(entry(4, 5, kind=op.ROTATE, a=0.6, b=0.8, keep=r.randint(0, 1)))
+            else:
+                numbers = {"a": r.uniform(-2, 2), "b": r.uniform(-1, 1), "c": r.uniform(-1, 1)}
+                act = r.choice(["identity", "relu", "jump"])
+                keep = r.randint(0, 1)
+                theta = r.uniform(0, 2)
+                chain.append(
+                    entry(r.randrange(4), r.randrange(4), act=act, keep=keep, theta=theta, **numbers)
+                )
+        s.chains.append(chain)
+    s.rows = [(row, r.randrange(len(s.chains))) for row in r.sample(range(ROWS), r.randint(1, ROWS))]
+    s.taken = r.sample(range(ROWS), r.randint(1, ROWS))
+    s.buf = torch.full((ROWS, width), 7.25, device=DEVICE)
+    h, residual = both(torch.randn(ROWS, width), torch.randn(ROWS, width))
+    before, stream = h.clone(), (h + residual).cpu()
+    assert s.run(h, residual) == 1
+    touched = dict(s.rows)
+    bank = s.state.bank.cpu()
+    for row in range(ROWS):
+        if row not in touched:
+            assert torch.equal(h[row], before[row])
+            continue
+        chain = [as_reference(s, *e) for e in s.chains[touched[row]]]
+        chain = [type(e)(**{**vars(e), "u": e.u.cpu(), "v": e.v.cpu()}) for e in chain]
+        torch.testing.assert_close((h + residual)[row].cpu(), reference.edit(stream[row], chain), **CLOSE)
+    assert bank.shape == (6, width)
+    assert torch.equal(s.buf[: len(s.taken)], (h + residual)[s.taken])
+    assert bool((s.buf[len(s.taken) :] == 7.25).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_identity_keeps_every_bit(dtype):
+    s = DeviceBench()
+    s.chains = [[entry(0, 0, a=0.0)], [entry(0, 1, a=3.0, gate=(op.LATCHED, 1))], [entry(0, 1, a=3.0, row=2)]]
+    s.rows = [(1, 0), (2, 1), (3, 2)]
+    h, residual = both(torch.randn(ROWS, 16).to(dtype), torch.randn(ROWS, 16).to(dtype))
+    h[1] = -0.0
+    before = h.clone()
+    s.run(h, residual)
+    assert torch.equal(h, before)
+    assert bool(torch.signbit(h[1]).all())
+    s.state.flags[1] = 1.0
+    s.state.row_flags[2, 3] = 1.0
+    s.run(h, residual)
+    assert (h != before).any(-1).nonzero().flatten().tolist() == [2, 3]
+
+
+def test_heads_in_a_strided_view():
+    s = DeviceBench(4)
+    s.chains, s.rows = [[entry(0, 0, a=1.0, head=2), entry(1, 2, a=0.5, b=0.3, head=0)]], [(5, 0)]
+    whole = torch.randn(ROWS, 40, device=DEVICE)
+    before, h = whole.clone(), whole[:, 8:24]
+    s.run(h, None)
+    want = before.clone()
+    want[5, 16:20] += s.bank[0]
+    want[5, 8:12] += (0.5 + 0.3 * (before[5, 8:12] @ s.bank[1])) * s.bank[2]
+    torch.testing.assert_close(whole, want, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", [op.LINEAR, op.COSINE, op.NORM])
+@pytest.mark.parametrize("above", [0, 1])
+def test_conditions_equal_the_cpu_path(kind, above):
+    h, residual = torch.randn(ROWS, 16), torch.randn(ROWS, 16)
+    results = []
+    for make in (Bench, DeviceBench):
+        s = make()
+        value = (h + residual).norm(dim=-1) if kind == op.NORM else (h + residual) @ s.bank[0].cpu()
+        bound = float(value[:6].median()) + 0.01 if kind != op.COSINE else 0.05  # no near ties
+        for i, over in enumerate((op.ANY, op.ALL, op.MEAN)):
+            condition(s, i, kind=kind, over=over, above=above, flag=i, c=0.1, bound=bound, rows=6.0)
+        condition(s, 3, kind=kind, above=above, flag=2, bound=bound, per_row=1)
+        s.state.flags[1] = 1.0
+        s.chains = [[entry(0, 1, a=9.0, gate=(op.BY_ROW, 2)), entry(2, 2, a=3.0, gate=(op.LATCHED, 2))]]
+        s.rows = [(row, 0) for row in range(4, ROWS)]
+        own_h, own_residual = (h.clone(), residual.clone()) if make is Bench else both(h.clone(), residual)
+        for chunk in (range(3), range(3, 6)):
+            watch(s, [(row, i) for i in range(3) for row in chunk] + [(row, 3) for row in range(ROWS)])
+            s.run(own_h, own_residual)
+        results.append([t.cpu() for t in (own_h, s.state.flags, s.state.acc, s.state.row_flags)])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, **CLOSE)
+
+
+RULES = {
+    "plain": AttentionRule(0.3),
+    "window": AttentionRule(0.3, window=5),
+    "cap": AttentionRule(0.3, soft_cap=2.0),
+    "sinks": AttentionRule(0.3, sinks=torch.randn(8)),
+    "alibi": AttentionRule(0.3, alibi=torch.rand(8)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mass", [True, False])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_equals_the_definition(rule, mass, layout, dtype):
+    torch.manual_seed(1)
+    page, kv_heads, heads, width = 4, 2, 8, 24
+    lengths = [150, 3]
+    tables = torch.tensor([[*range(39, 1, -1)], [0, 1] + [0] * 36], dtype=torch.int32, device=DEVICE)
+    shape = (40, page, kv_heads, 2 * width) if layout == "NHD" else (40, kv_heads, page, 2 * width)
+    cache = torch.randn(shape, device=DEVICE).to(dtype)
+    logical = cache.transpose(1, 2) if layout == "NHD" else cache
+    own = RULES[rule]
+    own = AttentionRule(
+        own.scale, own.window, own.soft_cap,
+        None if own.sinks is None else own.sinks.to(DEVICE),
+        None if own.alibi is None else own.alibi.to(DEVICE),
+    )  # fmt: skip
+    paged = PagedKeys(logical, tables, heads // kv_heads, own)
+    q = torch.randn(5, heads, width, device=DEVICE).to(dtype)
+    queries = [
+        Query(0, np.asarray([147, 149, 20]), 0, [[(0, 4), (10, 130)], [(149, 150)], [(148, 200)]]),
+        Query(3, np.asarray([1, 2]), 1, [[(0, 2)]]),
+    ]
+    queries[0] = Query(0, np.asarray([20, 147, 149]), 0, queries[0].spans)
+    listed = torch.tensor([[5, 1], [0, 0], [7, 2]], dtype=torch.int32, device=DEVICE)
+    table = row_table(queries, 3, mass, DEVICE)
+    out = torch.zeros(sum(a * b * c for a, b, c in table.shapes), device=DEVICE)
+    paged_attention(q, listed, table, paged, mass, out)
+    at = 0
+    for query, shape, keys in zip(queries, table.shapes, lengths, strict=True):
+        mine = out[at : at + shape[0] * shape[1] * shape[2]].view(shape)
+        at += mine.numel()
+        k, _ = paged.gather(query.batch_index, keys)
+        rows = q[query.first : query.first + len(query.positions)]
+        chosen = torch.tensor([0, 5, 7], device=DEVICE)
+        probs = reference.attention(rows, k, torch.as_tensor(query.positions, device=DEVICE), chosen, own)
+        want = probs
+        if mass:
+            want = torch.stack(
+                [sum(probs[:, :, a:b].sum(-1) for a, b in span) for span in query.spans], dim=-1
+            )
+        torch.testing.assert_close(mine, want[:, :, : shape[2]], rtol=2e-4, atol=2e-5)
