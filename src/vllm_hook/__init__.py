@@ -22,6 +22,7 @@ from .errors import (
 if TYPE_CHECKING:
     from .llm import HookLLM, analyze
     from .program.schema import Program
+    from .rerank import Ranked, rerank
     from .results import HookResult, Observed, Score
 
 __version__ = "0.1.0"
@@ -31,8 +32,10 @@ _LAZY = {
     "HookResult": "results",
     "Observed": "results",
     "Program": "program.schema",
+    "Ranked": "rerank",
     "Score": "results",
     "analyze": "llm",
+    "rerank": "rerank",
 }
 
 __all__ = [
@@ -45,17 +48,20 @@ __all__ = [
     "Observed",
     "Program",
     "ProgramError",
+    "Ranked",
     "Score",
     "SiteError",
     "SpanError",
     "UnsupportedError",
     "analyze",
+    "rerank",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+        module = import_module(f".{_LAZY[name]}", __name__)
+        return module if name == _LAZY[name] else getattr(module, name)  # the module `rerank` can be called
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -42,6 +42,8 @@ positions to observe, and how to score them.
       [dim]is my program right, and what will it arm?[/dim]
   vllm-hook run smollm2 guard.yaml -s "Say carpet" -p "Data: Hello."
       [dim]scores of some prompts[/dim]
+  vllm-hook rerank smollm2 -q "Who painted it?" -d passages.jsonl
+      [dim]documents by the attention that a query pays to them[/dim]
 
 A model is a Hugging Face id, a folder, or [bold]smollm2[/bold]: 135M parameters, comes with the
 extra "demo", needs no model hub.
@@ -226,6 +228,62 @@ def run(
             console.print(f"written: {folder} (draw it: vllm-hook show {folder})", soft_wrap=True)
 
 
+# -- rerank -------------------------------------------------------------------------------------
+
+
+@app.command()
+def rerank(
+    model: ModelArgument,
+    query: Annotated[str, typer.Option("--query", "-q", help="What is looked for.")],
+    documents: Annotated[
+        Path, typer.Option("--documents", "-d", help='JSON lines: a text, or an object with "text".')
+    ],
+    heads: Annotated[
+        str,
+        typer.Option(
+            "--heads", help="Program file that names them, layer-head pairs such as 8-3,12-0, or all."
+        ),
+    ] = "all",
+    top_k: Annotated[int | None, typer.Option("--top-k", "-k", min=1, help="Only the best so many.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Keep the layers after the last head, which are not needed.")
+    ] = False,
+    dtype: Annotated[str | None, typer.Option(help="Default: auto; for smollm2 float32.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="vLLM's setting. Documents beyond it go into further prompts.")
+    ] = None,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Do not compile: starts faster, runs slower.")
+    ] = False,
+) -> None:
+    """Rank documents for a query by the model's own attention. Nothing is trained or generated.
+
+    The documents stand in one prompt, the query after them; a document's score
+    is the attention that the query pays to it in the chosen heads, less what
+    the query "N/A" pays. As a rule some heads do better than all together:
+    `vllm-hook build rerank-heads` finds them. With chosen heads only the layers
+    up to the last of them are loaded.
+
+    [bold]Examples[/bold]
+
+      vllm-hook rerank smollm2 -q "Who painted it?" -d passages.jsonl
+      vllm-hook rerank Qwen/Qwen3-8B -q "..." -d passages.jsonl --heads rerank.yaml -k 5
+      vllm-hook rerank smollm2 -q "..." -d passages.jsonl --heads 8-3,12-0 --json
+    """
+    with friendly_errors():
+        from .offline import rank, ranking_json, ranking_table, read_documents
+
+        texts = read_documents(documents)
+        path = model_path(model)
+        engine = {"dtype": model_dtype(model, dtype), "max_model_len": max_model_len, "enforce_eager": eager}
+        hits = rank(path, query, texts, heads, top_k, whole, **engine)
+        if as_json:
+            typer.echo(ranking_json(hits))
+        else:
+            stdout().print(ranking_table(query, hits))
+
+
 # -- import, show -------------------------------------------------------------------------------
 
 
@@ -350,14 +408,17 @@ def bench(
 class Demo(str, Enum):
     tracker = "tracker"
     steer = "steer"
+    rerank = "rerank"
 
 
 @app.command()
 def demo(
-    which: Annotated[Demo, typer.Argument(metavar="[tracker|steer]", help="Which demo.")] = Demo.tracker,
+    which: Annotated[
+        Demo, typer.Argument(metavar="[tracker|steer|rerank]", help="Which demo.")
+    ] = Demo.tracker,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the picture.")] = Path("out"),
     rounds: Annotated[int, typer.Option(min=1, help="tracker: rounds of the cost measurement.")] = 3,
-    no_hf: Annotated[bool, typer.Option("--no-hf", help="tracker: leave out Hugging Face.")] = False,
+    no_hf: Annotated[bool, typer.Option("--no-hf", help="tracker, rerank: leave out Hugging Face.")] = False,
     behaviour: Annotated[
         str,
         typer.Option("--behaviour", "-b", help="steer: list or capitals (french and short with --rebuild)."),
@@ -365,6 +426,12 @@ def demo(
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="steer: make the vector again, into --out, and use that.")
     ] = False,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="rerank: graded queries, JSONL; default: those that ship.")
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option("--heads", help="rerank: program file or layer-head pairs.")
+    ] = None,
 ) -> None:
     """A real language model, read and steered while it runs on vLLM.
 
@@ -378,11 +445,15 @@ def demo(
     residual stream: held-out questions at several strengths, how often the
     behaviour shows, and what that does to the perplexity.
 
+    [bold]rerank[/bold] ranks documents by the attention that a query pays to
+    them: nDCG of chosen heads, of all heads and of BM25, and what it costs.
+
     [bold]Examples[/bold]
 
       vllm-hook demo
       vllm-hook demo steer
       vllm-hook demo steer --behaviour capitals --rebuild
+      vllm-hook demo rerank --heads rerank.yaml
     """
     with friendly_errors():
         from . import environment
@@ -392,6 +463,10 @@ def demo(
             from .demo import steer
 
             good = steer.run_demo(out, behaviour, rebuild, stdout())
+        elif which is Demo.rerank:
+            from .demo import rerank as rerank_demo
+
+            good = rerank_demo.run_demo(out, data, heads, not no_hf, stdout())
         else:
             from .demo import tracker
 

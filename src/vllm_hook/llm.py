@@ -33,6 +33,9 @@ class HookLLM:
         arm: further sites to arm, ``{site: {"layers": "all" | [..], "rows": "last" | "all"}}``, for
             programs that are loaded later. ``last`` serves the selectors last_prompt and generated.
         slots: how many distinct vectors running requests may hold at a time.
+        layers_up_to: hold and run only the first so many layers. Half the layers, half the time, for what
+            needs no more (a reranker). Such an engine takes only requests with ``max_tokens=1``, for what
+            they observe.
         **vllm_kwargs: the rest goes to ``vllm.LLM``.
 
     Raises:
@@ -48,6 +51,7 @@ class HookLLM:
         config_file: Any = None,
         arm: Mapping[str, Mapping[str, Any]] | None = None,
         slots: int = 64,
+        layers_up_to: int | None = None,
         **vllm_kwargs: Any,
     ) -> None:
         plugin.register()
@@ -57,10 +61,11 @@ class HookLLM:
         extra = dict(vllm_kwargs.pop("additional_config", None) or {})
         if CONFIG_KEY in extra:
             raise ProgramError(
-                f"additional_config[{CONFIG_KEY!r}]", "give programs, arm and slots to HookLLM"
+                f"additional_config[{CONFIG_KEY!r}]", "give programs, arm, slots and layers_up_to to HookLLM"
             )
         extra[CONFIG_KEY] = {
             "slots": slots,
+            "layers_up_to": layers_up_to,
             "programs": [_json_source(source) for source in sources],
             "arm": {name: dict(spec) for name, spec in (arm or {}).items()},
         }

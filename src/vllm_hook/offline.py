@@ -1,4 +1,4 @@
-"""Prompts through one engine with one program: what ``vllm-hook run`` does.
+"""Prompts through one engine with one program: what ``vllm-hook run`` and ``vllm-hook rerank`` do.
 
 A prompt is ``{"prompt": text}`` or ``{"messages": [..]}``, with ``style`` where it is known.
 """
@@ -18,6 +18,7 @@ from . import environment
 from .errors import HookError
 from .program.load import load
 from .program.schema import MessageSpan
+from .rerank import Ranked, engine, read_heads, rerank
 from .results import HookResult
 from .saved import Saved
 
@@ -156,3 +157,69 @@ def _observed(result: HookResult) -> str:
 def _shorten(text: str, width: int) -> str:
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+# -- rerank ---------------------------------------------------------------------------------------
+
+
+def read_documents(path: Path) -> list[str]:
+    """Texts of a JSONL file whose lines are texts or objects with ``text``. HookError names the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HookError(f"{path}: cannot be read: {error}") from None
+    texts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise HookError(f"{path}, line {number}: is not JSON: {error}") from None
+        text = record.get("text") if isinstance(record, dict) else record
+        if not isinstance(text, str) or not text.strip():
+            raise HookError(f"{path}, line {number}: needs a text, or an object with a text")
+        texts.append(text)
+    if not texts:
+        raise HookError(f"{path}: holds no documents")
+    return texts
+
+
+def rank(
+    model: str,
+    query: str,
+    texts: Sequence[str],
+    heads: str,
+    top_k: int | None,
+    whole: bool,
+    **settings: Any,
+) -> list[Ranked]:
+    """Documents by falling score; ``settings`` go to ``vllm.LLM``."""
+    pairs = read_heads(heads)  # says what is wrong before an engine starts
+    environment.for_engine(model)
+    console = Console(stderr=True)
+    with console.status(f"starting vLLM with {escape(model)}"):
+        llm = engine(model, pairs, whole=whole, disable_log_stats=True, use_tqdm_on_load=False, **settings)
+    with console.status(f"ranking {len(texts)} documents"):
+        return rerank(llm, query, texts, pairs, top_k)
+
+
+def ranking_table(query: str, hits: Sequence[Ranked]) -> Table:
+    """Rank, number in the file (from 1), score and the beginning of each document."""
+    windows = 1 + max((hit.window for hit in hits), default=0)
+    table = Table(title=escape(query), title_justify="left")
+    for name in ("rank", "line", "score"):
+        table.add_column(name, justify="right")
+    table.add_column("document")
+    for place, hit in enumerate(hits, 1):
+        table.add_row(str(place), str(hit.index + 1), f"{hit.score:.4f}", escape(_shorten(hit.text, 90)))
+    if windows > 1:
+        table.caption = f"in {windows} prompts, whose scores can be compared less well than those of one"
+        table.caption_justify = "left"
+    return table
+
+
+def ranking_json(hits: Sequence[Ranked]) -> str:
+    """A list of ``{"index", "score", "window", "text"}``, best first."""
+    rows = [{"index": h.index, "score": h.score, "window": h.window, "text": h.text} for h in hits]
+    return json.dumps(rows, indent=1, ensure_ascii=False)

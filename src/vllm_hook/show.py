@@ -209,6 +209,34 @@ def sweep_figure(
     return figure
 
 
+def interval_figure(
+    values: Mapping[str, Sequence[float]],
+    intervals: Mapping[str, tuple[float, float]],
+    title: str = "",
+    label: str = "",
+) -> Figure:
+    """Methods compared on the same items: a point an item, a bar over the interval, a tick at the mean."""
+    if not values or not all(len(v) for v in values.values()):
+        raise HookError("need at least one value for every method")
+    figure = _figure(8.0, 0.7 * len(values) + 1.3)
+    axes = figure.subplots()
+    noise = random.Random(0)
+    for row, (name, each) in enumerate(values.items()):
+        heights = [row + noise.uniform(-0.22, 0.22) for _ in each]
+        axes.scatter(each, heights, s=12, color=NORMAL, alpha=0.4, linewidths=0)
+        low, high = intervals[name]
+        axes.plot([low, high], [row, row], color=ATTACK, lw=5, alpha=0.6, solid_capstyle="butt")
+        axes.plot([sum(each) / len(each)] * 2, [row - 0.25, row + 0.25], color=ATTACK, lw=2)
+    names = [f"{name}\n{sum(v) / len(v):.3f}" for name, v in values.items()]
+    axes.set_yticks(range(len(values)), names, fontsize=9)
+    axes.invert_yaxis()
+    axes.set(xlim=(-0.02, 1.02), xlabel=label)
+    axes.set_title(title, fontsize=11, loc="left")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure
+
+
 def save_html(
     path: str | Path,
     figures: Mapping[str, Figure],

@@ -73,7 +73,7 @@ def good(tmp_path):
     return path
 
 
-COMMANDS = {"check", "run", "sites", "import", "show", "bench", "demo"}
+COMMANDS = {"check", "run", "rerank", "sites", "import", "show", "bench", "demo"}
 BUILD = {"heads", "rerank-heads", "vector", "probe"}
 
 

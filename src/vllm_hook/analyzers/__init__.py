@@ -9,11 +9,43 @@ from typing import cast
 from ..errors import ProgramError
 from .attention_tracker import AttentionTracker
 from .base import Analyzer, AnalyzerOptions, Spans
+from .core_reranker import CoreReranker
+from .hidden_states import HiddenStates
+from .linear_probe import LinearProbe
+from .logit_lens import LogitLens
+from .lookback import Lookback
+from .projection_monitor import ProjectionMonitor
+from .span_influence import SpanInfluence
 
 GROUP = "vllm_hook.analyzers"
-BUILT_IN: dict[str, type[Analyzer]] = {AttentionTracker.name: AttentionTracker}
+BUILT_IN: dict[str, type[Analyzer]] = {
+    AttentionTracker.name: AttentionTracker,
+    CoreReranker.name: CoreReranker,
+    HiddenStates.name: HiddenStates,
+    LinearProbe.name: LinearProbe,
+    LogitLens.name: LogitLens,
+    Lookback.name: Lookback,
+    ProjectionMonitor.name: ProjectionMonitor,
+    SpanInfluence.name: SpanInfluence,
+}
 
-__all__ = ["BUILT_IN", "GROUP", "Analyzer", "AnalyzerOptions", "AttentionTracker", "Spans", "get", "names"]
+__all__ = [
+    "BUILT_IN",
+    "GROUP",
+    "Analyzer",
+    "AnalyzerOptions",
+    "AttentionTracker",
+    "CoreReranker",
+    "HiddenStates",
+    "LinearProbe",
+    "LogitLens",
+    "Lookback",
+    "ProjectionMonitor",
+    "SpanInfluence",
+    "Spans",
+    "get",
+    "names",
+]
 
 
 def names() -> list[str]:

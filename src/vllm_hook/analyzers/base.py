@@ -1,7 +1,7 @@
 """What an analyzer is: observations in, one :class:`~vllm_hook.results.Score` out.
 
-Analyzers do no I/O and touch no device; they see host tensors only. A package adds its own through
-the entry-point group ``vllm_hook.analyzers``.
+Analyzers touch no device; they see host tensors only, and read no file but those that their options
+name. A package adds its own through the entry-point group ``vllm_hook.analyzers``.
 """
 
 from __future__ import annotations

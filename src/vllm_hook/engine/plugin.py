@@ -28,12 +28,15 @@ def register() -> None:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker.worker_base import WorkerBase
 
+    from . import truncate
+
     _after(EngineArgs, "create_engine_config", _complete)
     _after(Scheduler, "__init__", _scheduler)
     _after(WorkerBase, "__init__", _worker)
     _wrap_llm_engine(LLMEngine)
     _after(AsyncLLM, "__init__", _async_llm)
     _wrap_hash(VllmConfig)
+    truncate.install(_after)
 
 
 def _after(owner: type, name: str, then: Callable[[Any, Any], None]) -> None:

@@ -40,6 +40,7 @@ class HookConfig(BaseModel):
     programs: list[str | dict[str, Any]] = Field(default_factory=list)
     arm: dict[str, ArmSpec] = Field(default_factory=dict)
     slots: int = Field(default=64, ge=1, le=4096)
+    layers_up_to: int | None = Field(default=None, ge=1)
     local: bool = False
     armed: list[tuple[str, int, Literal["last", "all", "edit"]]] | None = None
 
@@ -127,6 +128,7 @@ def complete_config(config: VllmConfig) -> list[LoadedProgram]:
         "programs": list(parsed.programs),
         "arm": {name: spec.model_dump() for name, spec in parsed.arm.items()},
         "slots": parsed.slots,
+        "layers_up_to": parsed.layers_up_to,
         "armed": armed.to_json(),
     }
     config.additional_config = {**config.additional_config, CONFIG_KEY: section}

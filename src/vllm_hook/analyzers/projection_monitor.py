@@ -1,0 +1,67 @@
+"""Projection monitor: how far the states reach along a direction, such as the refusal direction.
+
+``h . r / |r|`` (Arditi et al., arXiv 2406.11717: the mean difference of harmful and harmless
+instructions at the last prompt tokens). The projection is taken on the device (``reduce:
+{projection: file}``), or here from whole rows and a ``direction``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from ..errors import HookError
+from ..ops import reference
+from ..results import Observed, Score
+from ..tensors import read_vector
+from ._common import STREAM_SITES, Bound, OptionFile, Over, aggregate, flag, single
+from .base import AnalyzerOptions, Spans
+
+
+class ProjectionMonitor:
+    """Needs one observation at a stream site: projections, or whole rows with ``direction``."""
+
+    name: ClassVar[str] = "projection_monitor"
+
+    class Options(AnalyzerOptions):
+        """``direction``: only for observations that keep whole rows. Flagged if ``value`` is over
+        ``above`` or under ``below``; without either nothing is flagged."""
+
+        direction: OptionFile | None = None
+        above: Bound | None = None
+        below: Bound | None = None
+        over: Over = "mean"
+
+    def score(self, observations: Mapping[str, Observed], spans: Spans, options: Options) -> Score:
+        """``value``: over positions as ``over`` says, then the mean over layers, in units of the stream.
+        ``details``: it per layer."""
+        name, seen = single(observations, self.name, STREAM_SITES)
+        values = seen.values
+        if values.dim() == 2:
+            if options.direction is not None:
+                raise HookError(
+                    f"projection_monitor: {name!r} is reduced to one number a row; leave out `direction`"
+                )
+            lengths = values.float()
+        elif options.direction is None:
+            raise HookError(
+                f"projection_monitor: {name!r} keeps whole rows; add `reduce: {{projection: file}}` to it, "
+                "or give the option `direction`"
+            )
+        else:
+            lengths = project(values, options.direction)
+        per_layer = aggregate(lengths.double(), options.over)
+        value = float(per_layer.mean())
+        return Score(
+            value=value,
+            flagged=flag(value, options.above, options.below),
+            details={"per_layer": dict(zip(map(str, seen.layers), per_layer.tolist(), strict=True))},
+        )
+
+
+def project(rows: torch.Tensor, file: str) -> torch.Tensor:
+    """``[..., d]`` -> ``[...]`` float32, along the unit vector of the vector in ``file``."""
+    return reference.projection(rows, read_vector(file, Path.cwd(), rows.shape[-1]))
