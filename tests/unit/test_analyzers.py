@@ -199,6 +199,23 @@ def test_check_names_the_option(analyzer, options, field, why):
     assert why in messages[field]
 
 
+@pytest.mark.parametrize(
+    ("analyzer", "options", "reads"),
+    [
+        ("attention_tracker", {}, "attention_mass"),
+        ("core_reranker", {"documents": "d"}, "attention"),
+        ("lookback", {"context": "c"}, "attention, attention_mass"),
+        ("span_influence", {}, "attention_mass"),
+    ],
+)
+def test_check_names_a_site_that_does_not_fit(analyzer, options, reads):
+    with pytest.raises(ProgramError) as caught:
+        load_program(program(analyzer, options), FACTS)
+    problem = caught.value.problems[0]
+    assert problem.field == "analyze.a.observe[0]"
+    assert problem.message == f"{analyzer} reads {reads}; this observes 'resid_post'"
+
+
 def test_check_takes_what_is_right():
     assert load_program(program("hidden_states", {"measure": "norm"}), FACTS).name == "p"
 

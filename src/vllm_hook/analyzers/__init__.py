@@ -44,6 +44,7 @@ __all__ = [
     "SpanInfluence",
     "Spans",
     "get",
+    "misfit",
     "names",
 ]
 
@@ -51,6 +52,12 @@ __all__ = [
 def names() -> list[str]:
     """All known analyzers, sorted."""
     return sorted({*BUILT_IN, *_installed()})
+
+
+def misfit(analyzer: Analyzer, site: str) -> str | None:
+    """Why an analyzer cannot read observations of a site; None if it can, or does not say what it reads."""
+    sites = getattr(analyzer, "sites", (site,))
+    return None if site in sites else f"{analyzer.name} reads {', '.join(sites)}; this observes {site!r}"
 
 
 def get(name: str) -> Analyzer:

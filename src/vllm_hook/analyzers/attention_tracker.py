@@ -45,6 +45,7 @@ class AttentionTracker:
     """Needs one ``attention_mass`` observation with one row and keys for both spans."""
 
     name: ClassVar[str] = "attention_tracker"
+    sites: ClassVar[tuple[str, ...]] = ("attention_mass",)
 
     class Options(AnalyzerOptions):
         """``instruction`` and ``data`` are names of spans among the observation's keys."""

@@ -28,7 +28,8 @@ class Analyzer(Protocol):
     """``score`` gets the observations that the program names, by their bare id.
 
     It raises :class:`~vllm_hook.errors.HookError` when they do not fit. ``value`` has the analyzer's
-    own unit and direction; ``flagged`` is None where there is no threshold.
+    own unit and direction; ``flagged`` is None where there is no threshold. A class attribute ``sites``,
+    where there is one, lists the sites that it can read: programs are checked against it.
     """
 
     name: ClassVar[str]

@@ -51,6 +51,7 @@ class CoreReranker:
     :func:`vllm_hook.rerank`, which runs both. With one observation the scores are not calibrated."""
 
     name: ClassVar[str] = "core_reranker"
+    sites: ClassVar[tuple[str, ...]] = ("attention",)
 
     class Options(AnalyzerOptions):
         """``documents`` names a list of spans (``{between: [.., ..], each: true}``)."""

@@ -27,6 +27,7 @@ class HiddenStates:
     """Needs one observation of whole rows, at a stream or a head site (heads are joined to one row)."""
 
     name: ClassVar[str] = "hidden_states"
+    sites: ClassVar[tuple[str, ...]] = ROW_SITES
 
     class Options(AnalyzerOptions):
         """``reference``: the vector for ``cosine``. Flagged by ``above`` and ``below`` on ``value``."""
@@ -47,7 +48,7 @@ class HiddenStates:
         """By measure: ``none`` the number of rows; ``mean`` the mean of all entries, with the mean row of
         each layer in ``details``; ``norm`` the mean L2 norm; ``cosine`` the mean cosine, both with the mean
         per layer and the figure of every row in ``details``."""
-        name, seen = single(observations, self.name, ROW_SITES)
+        name, seen = single(observations, self.name, self.sites)
         if seen.values.dim() < 3:
             raise HookError(f"hidden_states: {name!r} is reduced to one number a row; it needs whole rows")
         kept = [i for i, p in enumerate(seen.positions) if p or not options.skip_first]

@@ -36,6 +36,7 @@ class LinearProbe:
     """Needs one observation of one layer at a stream site: logits, or whole rows with ``probe``."""
 
     name: ClassVar[str] = "linear_probe"
+    sites: ClassVar[tuple[str, ...]] = STREAM_SITES
 
     class Options(AnalyzerOptions):
         """``probe`` (``weight``, ``bias``, optionally ``mean``, ``scale``): only for observations that keep
@@ -47,7 +48,7 @@ class LinearProbe:
 
     def score(self, observations: Mapping[str, Observed], spans: Spans, options: Options) -> Score:
         """``details``: the probability of each position, and the position that holds the largest."""
-        name, seen = single(observations, self.name, STREAM_SITES)
+        name, seen = single(observations, self.name, self.sites)
         if len(seen.layers) != 1:
             raise HookError(f"linear_probe: {name!r} observes {len(seen.layers)} layers, needs one")
         values = seen.values[0]

@@ -70,6 +70,7 @@ class LogitLens:
     """Needs one ``resid_post`` observation of whole rows; layers in ascending order."""
 
     name: ClassVar[str] = "logit_lens"
+    sites: ClassVar[tuple[str, ...]] = ("resid_post",)
 
     class Options(AnalyzerOptions):
         """``unembedding``: the file; ``top``: how many tokens a layer."""
@@ -81,7 +82,7 @@ class LogitLens:
         """``value``: the first layer from which on the top token is that of the last layer observed, mean
         over positions. ``details``: ``top``, by layer a list for each position of (text, probability,
         token id); ``settled``, that first layer by position."""
-        name, seen = single(observations, self.name, ("resid_post",))
+        name, seen = single(observations, self.name, self.sites)
         lens = read(options.unembedding)
         if seen.values.dim() != 3 or seen.values.shape[-1] != lens.width:
             shape = list(seen.values.shape)

@@ -36,6 +36,7 @@ class Lookback:
     as keys (rows are then taken to sum to 1, which learned sinks break)."""
 
     name: ClassVar[str] = "lookback"
+    sites: ClassVar[tuple[str, ...]] = ("attention", "attention_mass")
 
     class Options(AnalyzerOptions):
         """``context`` names the span to look back at. Where that is only a part of the prompt, ``prompt``
@@ -48,7 +49,7 @@ class Lookback:
     def score(self, observations: Mapping[str, Observed], spans: Spans, options: Options) -> Score:
         """``value``: the mean over heads and rows. ``details``: it per head, in the observation's order (the
         features of the paper's classifier), and per row."""
-        name, seen = single(observations, self.name, ("attention", "attention_mass"))
+        name, seen = single(observations, self.name, self.sites)
         whole = options.prompt or options.context
         for span in (options.context, whole):
             if span not in spans:

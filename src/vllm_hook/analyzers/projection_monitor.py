@@ -25,6 +25,7 @@ class ProjectionMonitor:
     """Needs one observation at a stream site: projections, or whole rows with ``direction``."""
 
     name: ClassVar[str] = "projection_monitor"
+    sites: ClassVar[tuple[str, ...]] = STREAM_SITES
 
     class Options(AnalyzerOptions):
         """``direction``: only for observations that keep whole rows. Flagged if ``value`` is over
@@ -38,7 +39,7 @@ class ProjectionMonitor:
     def score(self, observations: Mapping[str, Observed], spans: Spans, options: Options) -> Score:
         """``value``: over positions as ``over`` says, then the mean over layers, in units of the stream.
         ``details``: it per layer."""
-        name, seen = single(observations, self.name, STREAM_SITES)
+        name, seen = single(observations, self.name, self.sites)
         values = seen.values
         if values.dim() == 2:
             if options.direction is not None:

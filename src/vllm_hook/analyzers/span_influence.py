@@ -35,6 +35,7 @@ class SpanInfluence:
     """Needs one ``attention_mass`` observation; its keys are the spans."""
 
     name: ClassVar[str] = "span_influence"
+    sites: ClassVar[tuple[str, ...]] = ("attention_mass",)
 
     class Options(AnalyzerOptions):
         """``spans``: those to compare (default: all keys). ``of``: the span whose share is the value
@@ -49,7 +50,7 @@ class SpanInfluence:
 
     def score(self, observations: Mapping[str, Observed], spans: Spans, options: Options) -> Score:
         """``details``: the share of each span, and the name of the one with the largest."""
-        name, seen = single(observations, self.name, ("attention_mass",))
+        name, seen = single(observations, self.name, self.sites)
         keys = seen.keys or []
         chosen = list(options.spans or keys)
         if missing := [k for k in [*chosen, *([options.of] if options.of else [])] if k not in keys]:

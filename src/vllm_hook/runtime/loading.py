@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from ..analyzers import get as get_analyzer
+from ..analyzers import misfit
 from ..errors import Problem, ProgramError, UnsupportedError
 from ..program.check import CheckedProgram, TensorUse, check, needs, tensor_uses
 from ..program.load import Source, SourcedProgram, load
@@ -83,12 +84,16 @@ def _refuse_unavailable(checked: CheckedProgram) -> None:
 
 
 def _check_analyzers(checked: CheckedProgram) -> None:
-    """Every analyzer exists and takes the options that it is given."""
+    """Every analyzer exists, takes the options that it is given, and can read what it is to read."""
     sourced = SourcedProgram(checked.program, checked.source, checked.base_dir, checked.lines)
     problems: list[Problem] = []
     for analysis in checked.analyses:
         try:
-            get_analyzer(analysis.analyzer).Options.model_validate(dict(analysis.options))
+            analyzer = get_analyzer(analysis.analyzer)
+            for i, id in enumerate(analysis.observe):
+                if why := misfit(analyzer, checked.program.observe[id].site):
+                    problems.append(sourced.problem(("analyze", analysis.id, "observe", i), why))
+            analyzer.Options.model_validate(dict(analysis.options))
         except ProgramError as error:
             problems.append(sourced.problem(("analyze", analysis.id, "analyzer"), error.problems[0].message))
         except ValidationError as error:
