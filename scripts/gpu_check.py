@@ -1,8 +1,8 @@
 """Everything that needs a GPU, in one run: kernels, the engine tests on the device, the bench, a profile.
 
-    python scripts/gpu_check.py OUT [--only kernels,device,engine,bench,bus,profile,cache,tp] [--rounds 20]
+    python scripts/gpu_check.py OUT [--only PART,PART] [--rounds 20]
 
-Needs vLLM for CUDA, this package importable with its entry points, and pytest. Every part is a process
+Parts: kernels, device, engine, bench, prompt-rows, bus, profile, cache, and tp on two GPUs. Needs vLLM for CUDA, this package importable with its entry points, and pytest. Every part is a process
 of its own with a log in OUT; tests run side by side, what is timed runs alone. Prints a short table
 last; exits non-zero if a part failed.
 """
@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TESTS = ROOT / "tests"
 ENGINE = ("sites", "edit_cache", "edit_programs", "passive", "edit_slots", "edit_safety", "families")
-PARTS = ("kernels", "device", "engine", "bench", "bus", "profile", "cache", "tp")
+PARTS = ("kernels", "device", "engine", "bench", "prompt-rows", "bus", "profile", "cache", "tp")
 
 
 def main() -> int:
@@ -51,6 +51,10 @@ def main() -> int:
         "bench": [
             *(sys.executable, "-m", "vllm_hook.cli", "bench", "--gpu", "--rounds", str(args.rounds)),
             *("--out", str(args.out / "bench.json"), "--only", args.engines),
+        ],
+        "prompt-rows": [
+            *(sys.executable, "-m", "vllm_hook.cli", "bench", "--gpu", "--rounds", str(args.rounds)),
+            *("--out", str(args.out / "prompt-rows.json"), "--only", "prompt rows"),
         ],
         "bus": [sys.executable, str(HERE / "gpu_parts.py"), "bus", str(args.out)],
         "profile": [sys.executable, str(HERE / "gpu_parts.py"), "profile", str(args.out)],

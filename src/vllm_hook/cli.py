@@ -372,7 +372,7 @@ def bench(
         typer.Option("--gpu/--cpu", help="Which set to measure (default: a GPU if there is one)."),
     ] = None,
     only: Annotated[
-        str, typer.Option(help='GPU: comma-separated engines, of "32 sites", "few sites", "prompt rows".')
+        str, typer.Option(help='GPU: comma-separated, of "32 sites", "few sites", "prompt rows", "eager".')
     ] = "",
 ) -> None:
     """Measure what observing and steering cost, against plain vLLM.

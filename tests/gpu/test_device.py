@@ -150,3 +150,31 @@ def test_bf16_rows_of_smollm2(smollm2_path, tmp_path):
         n = len(out.prompt_token_ids)
         logit = got[12, n:] @ weight + 0.5
         torch.testing.assert_close(out.hook.observed["p"].values[0], logit, rtol=1e-3, atol=1e-2)
+
+
+def tokens_and_logprobs(outs):
+    firsts = [o.outputs[0] for o in outs]
+    return [(o.token_ids, [next(iter(x.values())).logprob for x in o.logprobs]) for o in firsts]
+
+
+def test_neighbours_keep_every_bit(llm, tensors):
+    """16 requests, 5 of them edited and 3 observed: the other 8, and the observed, as in the plain batch."""
+    add = {"site": "resid_post", "layers": [1], "method": "add", "vector": tensors.ref("a", "v")}
+    llm.load_program({"schema": 1, "name": "steer", "intervene": {"e": add}})
+    look = {"site": "resid_post", "layers": "all", "positions": "all"}
+    llm.load_program({"schema": 1, "name": "watch", "observe": {"h": look}})
+    prompts = token_prompts(range(10, 26), seed=9)
+    hooks = ["steer", "watch", False] * 5 + [False]
+    hooks[7] = hooks[10] = False
+    params = greedy(24, logprobs=0)
+    llm.reset_prefix_cache()
+    plain = tokens_and_logprobs(llm.generate(prompts, params, hook=False, use_tqdm=False))
+    llm.reset_prefix_cache()
+    again = tokens_and_logprobs(llm.generate(prompts, params, hook=False, use_tqdm=False))
+    llm.reset_prefix_cache()
+    mixed = tokens_and_logprobs(llm.generate(prompts, params, hook=hooks, use_tqdm=False))
+    for name in ("steer", "watch"):
+        llm.unload_program(name)
+    assert plain == again
+    changed = {i for i in range(16) if mixed[i] != plain[i]}
+    assert changed == {i for i, hook in enumerate(hooks) if hook == "steer"}

@@ -2,7 +2,9 @@
 
 The default model has the shapes of Llama-3.1-8B and dummy weights: costs do not depend on values.
 Every engine gets the same settings and the same KV cache; armed engines differ in what is armed, as
-they would in use.
+they would in use. Each runs in a process of its own, as vLLM does by default, except for the capture
+of whole prompts: gigabytes that leave the device are for callers in the same process. If the package
+hotwire-vllm is installed, it is measured too, for scale.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import json
 import os
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from rich.console import Console
 
@@ -20,8 +24,10 @@ from .measure import Case, Row, Workload, interleaved, runner, table, to_rows, w
 
 PLAIN = "plain vLLM"
 EAGER = "plain vLLM, eager"
-ONE = Workload("decode, batch 1", 1, 64, 128)
-MANY = Workload("decode, batch 128", 128, 64, 128)
+PEER = "hotwire-vllm"
+IN_PROCESS = "prompt rows"
+ONE = Workload("decode, batch 1", 1, 64, 64)
+MANY = Workload("decode, batch 128", 128, 64, 64)
 LONG = Workload("prefill, 8 prompts of 4,000 tokens", 8, 4000, 1)
 FIRST = Workload("time to first token, 4,000 tokens", 1, 4000, 1)
 
@@ -89,7 +95,6 @@ CASES = (
     ("32 sites", Case("last prompt token of 32 layers", MANY, "last", 1.01)),
     ("32 sites", Case("last prompt token of 32 layers", LONG, "last", 1.01)),
     ("32 sites", Case("every generated token of 32 layers", ONE, "every", 1.01)),
-    ("32 sites", Case("every generated token of 32 layers", MANY, "every")),
     ("few sites", Case("attention mass of 41 heads", FIRST, "mass", 1.01)),
     ("few sites", Case("attention mass of 41 heads", LONG, "mass", 1.01)),
     ("few sites", Case("probe on every generated token", ONE, "probe", 1.005)),
@@ -104,53 +109,66 @@ def run_gpu(
     out: Path,
     console: Console | None = None,
     only: str = "",
-    eager: bool = True,
     settings: dict[str, Any] | None = None,
 ) -> list[Row]:
-    """Measure every case whose engine is named in ``only`` (default: all); print a table, write JSON to
-    ``out``. ``model``: a folder or id (default: Llama-3.1-8B shapes with dummy weights)."""
-    import torch
-
+    """Measure the cases of the engines named in ``only`` (default: all but "prompt rows", which needs a
+    call of its own); print a table, write JSON to ``out``. ``model``: a folder or id (default:
+    Llama-3.1-8B shapes with dummy weights). "eager" in ``only`` adds plain vLLM without graphs."""
     console = console or Console()
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    engines = {n: own for n, own in ENGINES.items() if (n in names if names else n != IN_PROCESS)}
+    if IN_PROCESS in engines:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     out.parent.mkdir(parents=True, exist_ok=True)
     base, config = _settings(model, out.parent, settings or {})
-    vocabulary = int(config["vocab_size"])
-    vectors = _vectors(out.parent / "bench-vectors.safetensors", int(config["hidden_size"]))
+    vectors = _vectors(out.parent / "bench-vectors.safetensors", config)
     sources = programs(int(config["num_hidden_layers"]), int(config["num_attention_heads"]), vectors)
-    engines = {name: own for name, own in ENGINES.items() if name in (only or name)}
-    cases = [(engine, case) for engine, case in CASES if engine in engines]
+    others = [PLAIN, *([EAGER] if "eager" in names else [])]
+    if "32 sites" in engines and find_spec("hotwire") is not None:
+        others.append(PEER)
     started: dict[str, Any] = {}
     starts = {}
-    for name in (PLAIN, *([EAGER] if eager else []), *engines):
+    for name in (*others, *engines):
         begin = time.perf_counter()
-        started[name] = _engine(name, base, [sources[p] for p in engines.get(name, [])])
+        started[name] = _engine(name, base, [sources[p] for p in engines.get(name, [])], vectors.parent)
         starts[name] = round(time.perf_counter() - begin, 1)
         console.print(f"{name}: started in {starts[name]:.0f} s, {_used():.1f} GiB in use on the device")
+    runs = _runs(started, [(e, c) for e, c in CASES if e in engines], config)
+    seconds = interleaved(runs, rounds, "bfloat16", console)
+    rows = to_rows(seconds, PLAIN, {(c.name, c.workload): c.bound for _, c in CASES}, "bfloat16")
+    console.print(table(rows, rounds))
+    copy = pinned_copy()
+    console.print(f"pinned copy: {copy:.1f} GB/s")
+    write(
+        out, rows, model=model or "Llama-3.1-8B shapes, dummy weights", rounds=rounds, started=starts,
+        pinned_copy_gb_s=copy, bytes_held={name: _held(started[name]) for name in engines},
+        settings={k: str(v) for k, v in base.items()},
+    )  # fmt: skip
+    console.print(f"written to [bold]{out}[/bold]")
+    return rows
+
+
+def _runs(
+    started: dict[str, Any], cases: list[tuple[str, Case]], config: dict[str, Any]
+) -> dict[tuple[str, Workload], Callable[[], None]]:
+    vocabulary, layers = int(config["vocab_size"]), int(config["num_hidden_layers"])
     runs: dict[tuple[str, Workload], Callable[[], None]] = {}
     for workload in dict.fromkeys(case.workload for _, case in cases):
         runs[PLAIN, workload] = runner(started[PLAIN], workload, vocabulary, None)
     for engine, case in cases:
         runs[case.name, case.workload] = runner(started[engine], case.workload, vocabulary, case.hook)
-    seconds = interleaved(runs, rounds, "bfloat16", console)
-    if eager:
-        few = {(n, w): runner(started[n], w, vocabulary, None) for n in (PLAIN, EAGER) for w in (ONE, MANY)}
-        again = interleaved(few, 3, "eager", console)
-        scale = to_rows(again, PLAIN, {}, "bfloat16")
-    rows = to_rows(seconds, PLAIN, {(c.name, c.workload): c.bound for _, c in cases}, "bfloat16")
-    rows += [row for row in scale if row.name == EAGER] if eager else []
-    console.print(table(rows, rounds))
-    copy = pinned_copy()
-    console.print(f"pinned copy: {copy:.1f} GB/s")
-    held = {name: _held(started[name]) for name in engines}
-    write(
-        out, rows, model=model or "Llama-3.1-8B shapes, dummy weights", rounds=rounds, started=starts,
-        pinned_copy_gb_s=copy, bytes_held=held, settings={k: str(v) for k, v in base.items()},
-        memory=torch.cuda.max_memory_allocated(),
-    )  # fmt: skip
-    console.print(f"written to [bold]{out}[/bold]")
-    return rows
+    for workload in (ONE, MANY):
+        if EAGER in started:
+            runs[EAGER, workload] = runner(started[EAGER], workload, vocabulary, None)
+        if PEER in started:
+            peer, where = started[PEER], (layers // 4, layers // 2, 3 * layers // 4)
+            spec = json.dumps([{"id": "a", "layer": layer, "scale": 0.1} for layer in where])
+            runs[f"{PEER}, idle", workload] = runner(peer, workload, vocabulary, None)
+            runs[f"{PEER}, all steered at 3 layers", workload] = runner(
+                peer, workload, vocabulary, None, {"hotwire": spec}
+            )
+    return runs
 
 
 def _settings(
@@ -178,23 +196,27 @@ def _settings(
     return {"model": model, **shared, **settings}, AutoConfig.from_pretrained(model).to_dict()
 
 
-def _vectors(path: Path, width: int) -> Path:
+def _vectors(path: Path, config: dict[str, Any]) -> Path:
     import torch
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
-    save_file({"a": torch.randn(width), "b": torch.randn(width)}, path)
+    vectors = {name: torch.randn(int(config["hidden_size"])) for name in ("a", "b")}
+    save_file(vectors, path)
+    torch.save(vectors["a"], path.parent / "a.pt")  # for the peer
     return path
 
 
-def _engine(name: str, settings: dict[str, Any], sources: list[dict[str, Any]]) -> Any:
+def _engine(name: str, settings: dict[str, Any], sources: list[dict[str, Any]], vectors: Path) -> Any:
     from vllm import LLM
 
     from ..llm import HookLLM
 
-    if name in (PLAIN, EAGER):
-        return LLM(**settings, enforce_eager=name == EAGER)
-    return HookLLM(programs=sources, **settings)
+    peer = {"HOTWIRE_VECTORS": str(vectors / "a.pt"), "VLLM_PLUGINS": "hotwire"} if name == PEER else {}
+    with mock.patch.dict(os.environ, {"VLLM_PLUGINS": "vllm_hook", **peer}):
+        if name in (PLAIN, EAGER, PEER):
+            return LLM(**settings, enforce_eager=name == EAGER)
+        return HookLLM(programs=sources, **settings)
 
 
 def _held(llm: Any) -> int:

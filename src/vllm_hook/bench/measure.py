@@ -84,17 +84,21 @@ def prompts(workload: Workload, vocabulary: int) -> list[dict[str, Any]]:
     return [{"prompt_token_ids": row.tolist()} for row in tokens]
 
 
-def runner(llm: Any, workload: Workload, vocabulary: int, hook: Any) -> Callable[[], None]:
+def runner(
+    llm: Any, workload: Workload, vocabulary: int, hook: Any, extra_args: dict[str, Any] | None = None
+) -> Callable[[], None]:
     """One run of a workload on an engine; ``hook`` as ``generate`` takes it (None: plain vLLM)."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=workload.new, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        temperature=0, max_tokens=workload.new, ignore_eos=True, detokenize=False, extra_args=extra_args
+    )
     tokens = prompts(workload, vocabulary)
     extra = {} if hook is None else {"hook": hook}
 
     def run() -> None:
         outputs = llm.generate(tokens, params, use_tqdm=False, **extra)
-        if any(o.hook is not None and o.hook.errors for o in outputs if hook):
+        if hook and any(o.hook is not None and o.hook.errors for o in outputs):
             raise RuntimeError("an observation was incomplete")
 
     return run
