@@ -2,8 +2,9 @@
 
     python scripts/gpu_check.py OUT [--only PART,PART] [--rounds 20]
 
-Parts: kernels, device, engine, bench, prompt-rows, bus, profile, cache, and tp on two GPUs. Needs vLLM for CUDA, this package importable with its entry points, and pytest. Every part is a process
-of its own with a log in OUT; tests run side by side, what is timed runs alone. Prints a short table
+Parts: kernels, device, engine, bench, prompt-rows, bus, profile, cache, and tp on two GPUs. Needs
+vLLM for CUDA, this package importable with its entry points, and pytest. Every part is a process of
+its own with a log in OUT; tests run side by side, what is timed runs alone. Prints a short table
 last; exits non-zero if a part failed.
 """
 
