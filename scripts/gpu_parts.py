@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +71,10 @@ def profile(out: Path) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
             llm.generate(tokens, params, hook=hook, use_tqdm=False)
             torch.cuda.synchronize()
-        count: Counter[str] = Counter()
-        spent: Counter[str] = Counter()
-        for event in seen.events():
-            count[event.name[:90]] += 1
-            spent[event.name[:90]] += event.device_time
-        found[name] = [(n, count[n], round(t, 1)) for n, t in spent.most_common(40)]
-        ours = [(n, c, t) for n, c, t in found[name] if "_site_kernel" in n or "emcpy" in n or "clone" in n]
-        print(name, "of 33 steps:", ours)
+        spent = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
+        found[name] = [(e.key[:100], e.count, round(e.self_device_time_total, 1)) for e in spent[:40]]
+        ours = [e for e in found[name] if any(part in e[0] for part in ("_site_kernel", "emcpy", "clone"))]
+        print(name, "33 steps:", [(key[:40], count, f"{time_ / count:.1f} us") for key, count, time_ in ours])
     (out / "profile.json").write_text(json.dumps(found, indent=1))
 
 

@@ -32,8 +32,8 @@ def llm(tiny_dir, tensors):
         if not GPU:
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             patch.setenv("OMP_NUM_THREADS", "1")
-        programs = [edits(tensors)]
-        with hook_llm(tiny_dir("llama"), programs=programs, arm=arm, tensor_parallel_size=2) as llm:
+        two = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
+        with hook_llm(tiny_dir("llama"), programs=[edits(tensors)], arm=arm, **two) as llm:
             yield llm
 
 
