@@ -2,7 +2,7 @@
 
     python scripts/gpu_check.py OUT [--only PART,PART] [--rounds 20]
 
-Parts: kernels, device, engine, bench, prompt-rows, bus, profile, cache, and tp on two GPUs. Needs
+Parts: kernels, device, engine, bench, prompt-rows, forms, bus, profile, cache, and tp on two GPUs. Needs
 vLLM for CUDA, this package importable with its entry points, and pytest. Every part is a process of
 its own with a log in OUT; tests run side by side, what is timed runs alone. Prints a short table
 last; exits non-zero if a part failed.
@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TESTS = ROOT / "tests"
 ENGINE = ("sites", "edit_cache", "edit_programs", "passive", "edit_slots", "edit_safety", "families")
-PARTS = ("kernels", "device", "engine", "bench", "prompt-rows", "bus", "profile", "cache", "tp")
+PARTS = ("kernels", "device", "engine", "bench", "prompt-rows", "forms", "bus", "profile", "cache", "tp")
 
 
 def main() -> int:
@@ -57,6 +57,7 @@ def main() -> int:
             *(sys.executable, "-m", "vllm_hook.cli", "bench", "--gpu", "--rounds", str(args.rounds)),
             *("--out", str(args.out / "prompt-rows.json"), "--only", "prompt rows"),
         ],
+        "forms": [sys.executable, str(HERE / "gpu_forms.py"), str(args.out)],
         "bus": [sys.executable, str(HERE / "gpu_parts.py"), "bus", str(args.out)],
         "profile": [sys.executable, str(HERE / "gpu_parts.py"), "profile", str(args.out)],
         "cache": [sys.executable, str(HERE / "gpu_parts.py"), "cache", str(args.out)],
