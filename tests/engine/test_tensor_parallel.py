@@ -29,6 +29,7 @@ def tensors(tmp_path_factory):
 def llm(tiny_dir, tensors):
     arm = {site: {"rows": "all"} for site in (*SITES, "attention")}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         if not GPU:
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             patch.setenv("OMP_NUM_THREADS", "1")

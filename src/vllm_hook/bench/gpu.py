@@ -3,7 +3,8 @@
 The default model has the shapes of Llama-3.1-8B and dummy weights: costs do not depend on values.
 Every engine gets the same settings and the same KV cache; armed engines differ in what is armed, as
 they would in use. Each runs in a process of its own, as vLLM does by default, except for the capture
-of whole prompts: gigabytes that leave the device are for callers in the same process. If the package
+of whole prompts: gigabytes that leave the device are for callers in the same process. A second plain
+engine shows how far two engines that do the same are apart on the machine. If the package
 hotwire-vllm is installed, it is measured too, for scale.
 """
 
@@ -23,6 +24,7 @@ from rich.console import Console
 from .measure import Case, Row, Workload, interleaved, runner, table, to_rows, write
 
 PLAIN = "plain vLLM"
+TWIN = "plain vLLM, a second engine"
 EAGER = "plain vLLM, eager"
 PEER = "hotwire-vllm"
 IN_PROCESS = "prompt rows"
@@ -54,8 +56,8 @@ LLAMA_8B: dict[str, Any] = {
 def programs(layers: int, heads: int, vectors: Path) -> dict[str, dict[str, Any]]:
     """What the cases use, by name."""
     three = [layers // 4, layers // 2, 3 * layers // 4]
-    spread = range(layers // 4, layers // 4 + min(20, layers // 2))
-    picked = [[spread[i % len(spread)], (7 * i) % heads] for i in range(41)]
+    spread = range(layers // 4, layers // 4 + max(1, min(20, layers // 2)))
+    picked = [[layer, head] for head in range(0, heads, 7) for layer in spread][:41]
     stream = {"site": "resid_post", "layers": "all"}
     add = {"method": "add", "vector": f"{vectors}#a", "strength": 0.1}
     clamp = {"method": "clamp", "vector": f"{vectors}#b", "target": 0.2}
@@ -124,7 +126,7 @@ def run_gpu(
     base, config = _settings(model, out.parent, settings or {})
     vectors = _vectors(out.parent / "bench-vectors.safetensors", config)
     sources = programs(int(config["num_hidden_layers"]), int(config["num_attention_heads"]), vectors)
-    others = [PLAIN, *([EAGER] if "eager" in names else [])]
+    others = [PLAIN, TWIN, *([EAGER] if "eager" in names else [])]
     if "32 sites" in engines and find_spec("hotwire") is not None:
         others.append(PEER)
     started: dict[str, Any] = {}
@@ -155,7 +157,8 @@ def _runs(
     vocabulary, layers = int(config["vocab_size"]), int(config["num_hidden_layers"])
     runs: dict[tuple[str, Workload], Callable[[], None]] = {}
     for workload in dict.fromkeys(case.workload for _, case in cases):
-        runs[PLAIN, workload] = runner(started[PLAIN], workload, vocabulary, None)
+        for name in (PLAIN, TWIN):
+            runs[name, workload] = runner(started[name], workload, vocabulary, None)
     for engine, case in cases:
         runs[case.name, case.workload] = runner(started[engine], case.workload, vocabulary, case.hook)
     for workload in (ONE, MANY):
@@ -214,7 +217,7 @@ def _engine(name: str, settings: dict[str, Any], sources: list[dict[str, Any]], 
 
     peer = {"HOTWIRE_VECTORS": str(vectors / "a.pt"), "VLLM_PLUGINS": "hotwire"} if name == PEER else {}
     with mock.patch.dict(os.environ, {"VLLM_PLUGINS": "vllm_hook", **peer}):
-        if name in (PLAIN, EAGER, PEER):
+        if name in (PLAIN, TWIN, EAGER, PEER):
             return LLM(**settings, enforce_eager=name == EAGER)
         return HookLLM(programs=sources, **settings)
 

@@ -23,6 +23,9 @@ from .edit import EditState
 
 #: Widest row that the kernel holds.
 WIDEST = 16_384
+#: Up to this many rows a launch may start early: it saves half a microsecond a site at one row, and
+#: costs as much at 128, where it takes room from the kernel that it waits for (measured on an H200).
+EARLY_LAUNCH_ROWS = 16
 #: Programs of the launch for latched conditions; each takes several if there are more.
 _LATCHED_PROGRAMS = 64
 
@@ -262,7 +265,8 @@ def launch_site(
         h, h.stride(0), other, other.stride(0), fired, at, step, fired if buf is None else buf,
         flags, row_flags, row_flags.stride(0), bank, width, inner,
         BLOCK=block, HAS_RESIDUAL=residual is not None, HAS_BUF=buf is not None,
-        HAS_STATE=state is not None, num_warps=warps, launch_pdl=_early_launch(h.device),
+        HAS_STATE=state is not None, num_warps=warps,
+        launch_pdl=tokens <= EARLY_LAUNCH_ROWS and _early_launch(h.device),
     )  # fmt: skip
 
 
