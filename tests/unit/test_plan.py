@@ -16,6 +16,7 @@ from vllm_hook.ops.edit import HEADER_SIZE, RECORD_SIZE
 from vllm_hook.program.resolve import ResolvedObservation, union
 from vllm_hook.runtime.buffers import SiteBank, site_bytes, tap_sites
 from vllm_hook.runtime.collect import collect, split
+from vllm_hook.runtime.edit_bank import EditBank
 from vllm_hook.runtime.plan import BatchView, make_plan, positions_within
 from vllm_hook.runtime.requests import PAYLOAD_KEY, Lane, Tracker, payload, read_payload, worker_rows
 from vllm_hook.sites import Armed, ModelFacts
@@ -286,3 +287,28 @@ def test_chunks_that_lie_behind_each_other_are_not_copied():
     gap = [chunks[0], chunks[2]]
     values, missing = assemble(gap, np.asarray([0, 4, 5]), Lane("resid_post", (0, 1)))
     assert torch.equal(values, whole[:, [0, 4, 5]])
+
+
+def test_an_engine_with_nothing_armed_has_nothing_to_prove():
+    bank = SiteBank(Armed(), FACTS, 8, 64, torch.float32, torch.device("cpu"))
+    assert bank.prove(lambda: None) == []
+    assert bank.bytes() == 0
+
+
+def test_sites_that_never_fire_are_named():
+    armed = Armed.of("resid_post", [0, 2], "last") | Armed.of_edits("k", [1])
+    bank = SiteBank(
+        armed,
+        FACTS,
+        8,
+        64,
+        torch.float32,
+        torch.device("cpu"),
+        EditBank(FACTS, 64, 4, 4, torch.device("cpu")),
+    )
+
+    def run():
+        bank.sites["resid_post", 2](torch.zeros(3, 4))
+
+    assert set(bank.prove(run)) == {("resid_post", 0), ("k", 1)}
+    assert int(bank.area.live) == 0

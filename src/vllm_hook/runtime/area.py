@@ -130,6 +130,8 @@ class StepArea:
 
     def probe(self) -> None:
         """Every site takes row 0 and changes nothing: shows that its op runs at all."""
+        if not self.places:
+            return
         host = np.zeros(op.HEADER_SIZE * len(self.places) + op.RECORD_SIZE, dtype=np.int32)
         at = op.HEADER_SIZE * len(self.places)
         for i in range(len(self.places)):
