@@ -20,6 +20,7 @@ from vllm_hook.ops.reference import AttentionRule
 from vllm_hook.ops.triton_attention import Query, paged_attention, row_table
 from vllm_hook.ops.triton_site import launch_site
 from vllm_hook.runtime.area import AreaSize, StepArea
+from worlds import on_cpu, play
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -197,3 +198,21 @@ def test_attention_equals_the_definition(rule, mass, layout, dtype):
                 [sum(probs[:, :, a:b].sum(-1) for a, b in span) for span in query.spans], dim=-1
             )
         torch.testing.assert_close(mine, want[:, :, : shape[2]], rtol=2e-4, atol=2e-5)
+
+
+def by_kernel(part, h, residual, state, latched):
+    launch_site(h, residual, part.fired, part.site, part.step, part.buf, state, latched)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="worlds live on the CPU")
+@pytest.mark.parametrize("seed", range(16))
+def test_random_worlds_equal_the_cpu_path(seed):
+    """Requests, chains, gates, filters, chunks, shuffled and padded batches: hidden states and rows taken."""
+    for (_, h_cpu, rows_cpu), (_, h_kernel, rows_kernel) in play(seed, [on_cpu, by_kernel]):
+        for place in h_cpu:
+            torch.testing.assert_close(h_kernel[place], h_cpu[place], rtol=1e-3, atol=1e-3)
+        assert rows_cpu.keys() == rows_kernel.keys()
+        for req_id, records in rows_cpu.items():
+            for mine, theirs in zip(records, rows_kernel[req_id], strict=True):
+                assert mine.positions.tolist() == theirs.positions.tolist()
+                torch.testing.assert_close(theirs.values, mine.values, rtol=1e-3, atol=1e-3)

@@ -34,7 +34,7 @@ from ..program.schema import (
     SaeReduction,
     TokensSpan,
 )
-from ..runtime.edit_limits import ROW_GATES, entries_in_all
+from ..runtime.edit_limits import HEAVY, ROW_GATES
 from ..runtime.edits import resolve_edits
 from ..runtime.loading import LoadedProgram, load_program
 from ..runtime.requests import PAYLOAD_KEY, Lane, payload
@@ -240,8 +240,8 @@ class Frontend:
         if not with_text and not overrides:  # then only the length of the prompt matters
             scalars = tuple(sorted(spec.set.items())) if spec is not None else ()
             key = (tuple(p.digest for p in programs), len(token_ids), scalars)
-            if key in self._resolved:
-                return replace(self._resolved[key], prompt_ids=tuple(token_ids))
+            if (found := self._resolved.get(key)) is not None:
+                return replace(found, prompt_ids=tuple(token_ids))
         view = read_prompt(prompt, token_ids, self._inputs.tokenizer, with_text)
         uses = []
         lanes: list[Lane] = []
@@ -286,11 +286,11 @@ class Frontend:
                 f"the request needs {gates} conditions by row; {ROW_GATES - self._row_gates} of {ROW_GATES} "
                 "are free. Wait for running requests"
             )
-        most = entries_in_all(self.settings.requests)
-        if self._entries + entries > most:
+        if self._entries + entries > HEAVY:
             raise CapacityError(
-                f"the interventions of the request come to {entries} edits; of the {most} that can be held "
-                f"at a time {most - self._entries} are free. Wait for running requests"
+                f"the interventions of the request come to {entries} edits of a row; of the {HEAVY} that "
+                f"such requests may come to together {HEAVY - self._entries} are free. "
+                "Wait for running requests"
             )
         for kind in ("stream", "head"):
             held = {v for v in self._vectors if v[0] == kind}

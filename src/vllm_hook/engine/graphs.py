@@ -31,6 +31,7 @@ class GraphSets:
         self.plain: dict[Any, Any] | None = None
         self.active = False
         self.need = ANY_GRAPH
+        self.again = 0  # bytes that the second set will take, as a memory profile tells
         self._capture, self._dispatch, self._run = manager.capture, manager.dispatch, manager.run_fullgraph
         manager.capture = self.capture
         manager.dispatch = self.dispatch
@@ -45,7 +46,9 @@ class GraphSets:
         finally:
             self._set_live(False)
         full = manager._capture_descs.get(CUDAGraphMode.FULL)
-        if not full or manager._max_full_descs_to_capture is not None:  # the latter: a memory profile
+        if manager._capture_mem_samples:  # a memory profile: of a few graphs, the later ones are typical
+            self.again = len(full or ()) * max(manager._capture_mem_samples[-1], 1 << 20)
+        if not full or manager._max_full_descs_to_capture is not None:
             return
         self.hooked, manager.graphs = manager.graphs, {}
         every, manager._capture_descs = manager._capture_descs, {CUDAGraphMode.FULL: full}

@@ -147,7 +147,7 @@ class RunnerHook:
         with self._shield(view):
             edited = {r: s.edits for r, s in self.tracker.states.items() if s.edits is not None}
             if edited:
-                seen = {r: s.skip_below for r, s in self.tracker.states.items()}
+                seen = {r: s.decided_below for r, s in self.tracker.states.items()}
                 edit_plan = self.planner.plan(self.tracker.version, view, edited, seen)
                 if edit_plan is not None:
                     self.edits.load(edit_plan, self.adapter.input_ids())
@@ -156,10 +156,10 @@ class RunnerHook:
                 self.bank.clear()
                 return False
             self.transfer.wait_for_buffers()
-            if plan is not None and eager and self.shard.rank == 0:
-                self.transfer.expect(plan, self.bank, self.settings.facts)
             self.bank.load(plan, edit_plan)
             self._plan = plan
+            if plan is not None and eager and self.shard.rank == 0:
+                self.transfer.expect(plan, self.bank, self.settings.facts, self.shard.size > 1)
             return True
         return False
 

@@ -9,7 +9,7 @@ from .adapter import RunnerAdapter
 
 
 class V1Adapter(RunnerAdapter):
-    """Its CUDA graphs, where it has any, always hold our launches: idle sites end after one load."""
+    """On GPUs only without CUDA graphs: captured steps would need both sets (see :mod:`.graphs`)."""
 
     prepare = "_prepare_inputs"
 

@@ -13,19 +13,32 @@ from vllm.config import CUDAGraphMode
 from ..runtime.plan import BatchView
 from .adapter import RunnerAdapter
 from .graphs import GraphSets
+from .runner import RunnerHook
 
 
 class V2Adapter(RunnerAdapter):
     prepare = "prepare_inputs"
     graphs: GraphSets | None = None
 
+    def __init__(self, runner: Any, hook: RunnerHook) -> None:
+        super().__init__(runner, hook)
+        self._profile_cudagraph_memory = runner.profile_cudagraph_memory
+        runner.profile_cudagraph_memory = self.profile_cudagraph_memory
+
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
         """The runner makes a new graph manager with each cache."""
+        self.graphs = None  # of a memory profile: let it go before the real cache is made
         out = super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         manager = self.runner.cudagraph_manager
         on_gpu = self.hook.device.type == "cuda"
         self.graphs = GraphSets(manager, self.hook.bank.area.set_live) if on_gpu and manager else None
         return out
+
+    def profile_cudagraph_memory(self) -> int:
+        """vLLM's estimate, and what the second set of full graphs adds to it."""
+        found = int(self._profile_cudagraph_memory())
+        again, self.graphs = self.graphs.again if self.graphs is not None else 0, None
+        return found + again
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):

@@ -170,8 +170,11 @@ def cache_factors(config: VllmConfig) -> dict[str, Any]:
 
 def _refuse(config: VllmConfig) -> None:
     """Set-ups that are not proven yet. Each message names the setting."""
-    parallel = config.parallel_config
+    parallel, speculative = config.parallel_config, config.speculative_config
+    ahead = speculative is not None and config.scheduler_config.async_scheduling
     reasons = [
+        # The host then only knows upper bounds of positions; rows would be taken under wrong ones.
+        (ahead, "speculative decoding with asynchronous scheduling (async_scheduling=False works)"),
         (parallel.pipeline_parallel_size > 1, f"pipeline_parallel_size={parallel.pipeline_parallel_size}"),
         (parallel.data_parallel_size > 1, f"data_parallel_size={parallel.data_parallel_size}"),
         (getattr(parallel, "enable_dbo", False), "enable_dbo"),

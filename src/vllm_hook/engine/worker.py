@@ -12,6 +12,7 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 
+from ..errors import UnsupportedError
 from ..runtime.shard import Shard
 from .runner import RunnerHook
 from .runner_v1 import V1Adapter
@@ -44,6 +45,11 @@ def _arm(worker: Any) -> None:
     if settings is None or hasattr(worker, WORKER_KEY):
         return
     runner = worker.model_runner
+    if runner.device.type == "cuda" and not worker.use_v2_model_runner and not _eager(worker.vllm_config):
+        raise UnsupportedError(
+            "vLLM Hook does not support the V1 model runner with CUDA graphs; use enforce_eager=True, or a "
+            "set-up that runs on V2 (VLLM_USE_V2_MODEL_RUNNER=1)"
+        )
     hook = RunnerHook(settings, runner.get_model(), worker.model_config.dtype, runner.device, tensor_shard())
     (V2Adapter if worker.use_v2_model_runner else V1Adapter)(runner, hook)
     setattr(worker, WORKER_KEY, hook)
@@ -56,6 +62,10 @@ def _arm(worker: Any) -> None:
         return times
 
     worker.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+def _eager(config: Any) -> bool:
+    return bool(config.model_config.enforce_eager)
 
 
 def tensor_shard() -> Shard:

@@ -204,7 +204,7 @@ class _Packer:
         parts = [
             rows for rows in (taken, edited[0] if edited is not None else None, by_row) if rows is not None
         ]
-        rows = parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts)) if parts else _NONE
+        rows = parts[0] if len(parts) == 1 and by_row is None else np.unique(np.concatenate([_NONE, *parts]))
         records = np.zeros((len(rows), op.RECORD_SIZE), dtype=np.int32)
         records[:, op.ROW] = rows
         records[:, op.DST] = -1

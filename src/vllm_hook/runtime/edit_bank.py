@@ -127,11 +127,11 @@ class EditBank:
             filters = tuple(Filter(tuple(f["token_ids"]), _open_ranges(f["sure"])) for f in e["filters"])
             token_flag = flag(self.row_flag_slots, ("tokens", i)) if filters else -1
             kind = site(e["site"]).kind
-            own = self._shard.heads(self._facts, kv=e["site"] in ("k", "v")) if kind == "head" else range(1)
+            here = self._shard.heads(self._facts, kv=e["site"] in ("k", "v")) if kind == "head" else range(1)
             entries = tuple(
-                _entry(a, own, vector(kind, a[1]), vector(kind, a[2]), gate, token_flag)
+                _entry(a, here, vector(kind, a[1]), vector(kind, a[2]), gate, token_flag)
                 for a in e["atoms"]
-                if a[5] in own
+                if a[5] in here
             )
             if e["attend"] is not None:
                 attends.append(_attend(e, gate, token_flag))

@@ -14,20 +14,20 @@ from ..errors import CapacityError, ProgramError
 CHAINS, ENTRIES, GATES, CONDITIONS_A_ROW, ROW_GATES = 64, 1024, 8, 4, 64
 
 
-def entries_in_all(requests: int) -> int:
-    """Entries that the interventions of all running requests may come to together."""
-    return max(16 * ENTRIES, 64 * requests)
+#: Up to so many entries a request always has its place in a step; those with more share ``HEAVY``.
+LIGHT, HEAVY = 64, 16 * ENTRIES
 
 
 def step_limits(requests: int) -> tuple[int, int]:
-    """Most entries and conditions of one step. The front end counts what running requests hold and
+    """Most entries and conditions of one step. The front end counts what unfinished requests hold and
     frees it a moment before the worker does: hence twice."""
-    return 2 * entries_in_all(requests), 2 * (GATES * requests + ROW_GATES)
+    return 2 * (LIGHT * requests + HEAVY), 2 * (GATES * requests + ROW_GATES)
 
 
-def entries_of(data: Sequence[Mapping[str, Any]]) -> int:
-    """Most entries of a request in one step."""
-    return _chains_and_entries(data)[1]
+def heavy_entries(data: Sequence[Mapping[str, Any]]) -> int:
+    """What a request takes of ``HEAVY``: its entries in one step, if they are many."""
+    entries = _chains_and_entries(data)[1]
+    return entries if entries > LIGHT else 0
 
 
 def check_limits(data: Sequence[Mapping[str, Any]]) -> None:

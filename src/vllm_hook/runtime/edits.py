@@ -18,7 +18,7 @@ from ..program.resolve import OpenRange, Prompt, ResolvedEdit, ResolvedObservati
 from ..sites import ModelFacts, site
 from .compiled import CompiledEdit, CompiledEdits, check_size, with_scalars
 from .edit_conflicts import Setter, refuse_request_conflicts, setter
-from .edit_limits import check_limits, entries_of, row_gates
+from .edit_limits import check_limits, heavy_entries, row_gates
 
 #: Order in which sites are run within a layer.
 _IN_ORDER = "embed resid_pre q k v attention z attn_out resid_mid mlp_out resid_post final_norm"
@@ -91,7 +91,7 @@ def resolve_edits(
         frozenset(vectors),
         min(floor) if floor else None,
         row_gates(data),
-        entries_of(data),
+        heavy_entries(data),
     )
 
 

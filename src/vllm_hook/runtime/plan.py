@@ -77,11 +77,11 @@ def make_plan(view: BatchView, states: Mapping[str, RequestState]) -> StepPlan |
     rows = {
         lane: np.concatenate([p + shift for _, _, _, p, shift in entries]) for lane, entries in found.items()
     }
-    tables, table_of, members = _share_tables(rows)
+    tables, table_of = _share_tables(rows)
     lanes = []
     for lane, entries in found.items():
         used = {table_of[lane.tap_site, layer] for layer in lane.layers}
-        index = {t: _locate(rows[lane], tables[t], alone=len(members[t]) == 1) for t in used}
+        index = {t: _locate(rows[lane], tables[t]) for t in used}
         lanes.append(LanePlan(lane, _pieces(entries), index))
     return StepPlan(tuple(tables), table_of, tuple(lanes))
 
@@ -98,9 +98,7 @@ def positions_within(ranges: Ranges, low: int, high: int) -> np.ndarray:
     return runs[0] if len(runs) == 1 else np.concatenate(runs)
 
 
-def _share_tables(
-    rows: Mapping[Lane, Rows],
-) -> tuple[list[Rows], dict[tuple[str, int], int], list[tuple[Lane, ...]]]:
+def _share_tables(rows: Mapping[Lane, Rows]) -> tuple[list[Rows], dict[tuple[str, int], int]]:
     """One table per distinct set of lanes that meet at a site, holding the union of their rows."""
     lanes_at: dict[tuple[str, int], list[Lane]] = {}
     for lane in rows:
@@ -109,16 +107,20 @@ def _share_tables(
     ids: dict[tuple[Lane, ...], int] = {}
     table_of = {key: ids.setdefault(tuple(lanes), len(ids)) for key, lanes in lanes_at.items()}
     members = list(ids)
-    tables = [
-        rows[m[0]] if len(m) == 1 else np.unique(np.concatenate([rows[lane] for lane in m])) for m in members
-    ]
-    return tables, table_of, members
+    tables = [_distinct([rows[lane] for lane in m]) for m in members]
+    return tables, table_of
 
 
-def _locate(rows: Rows, table: Rows, alone: bool) -> Index:
-    if alone or np.array_equal(rows, table):
-        return slice(0, len(rows))
-    return np.searchsorted(table, rows)
+def _distinct(parts: Sequence[Rows]) -> Rows:
+    """The union of rows, each once. One lane may hold a row twice: two observations can be equal but for
+    their rows."""
+    if len(parts) == 1 and (np.diff(parts[0]) > 0).all():
+        return parts[0]
+    return np.unique(np.concatenate(parts))
+
+
+def _locate(rows: Rows, table: Rows) -> Index:
+    return slice(0, len(rows)) if np.array_equal(rows, table) else np.searchsorted(table, rows)
 
 
 def _pieces(entries: Sequence[tuple[str, int, Watch, np.ndarray, int]]) -> tuple[Piece, ...]:

@@ -59,12 +59,16 @@ class Watch:
 
 @dataclass
 class RequestState:
-    """``skip_below``: positions under it were taken before a preemption. ``high``: end of the rows run."""
+    """``skip_below``: positions under it were taken before a preemption; ``decided_below``: conditions
+    were read there, of the prompt's last row too, which no draft can have stood in for. ``high``: end
+    of the rows run. ``prompt``: its length."""
 
     watches: tuple[Watch, ...]
     edits: EditState | None = None
     skip_below: int = 0
+    decided_below: int = 0
     high: int = 0
+    prompt: int = 0
 
 
 @dataclass
@@ -86,8 +90,9 @@ class Tracker:
         data = (extra_args or {}).get(PAYLOAD_KEY)
         if not data or not (data["watch"] or data["edit"]):
             return
+        watches = read_payload(data, self.tensors)  # before slots are taken: it can fail
         edits = self.bank.admit(data["edit"]["edits"], self) if data["edit"] else None
-        self.states[req_id] = RequestState(read_payload(data, self.tensors), edits)
+        self.states[req_id] = RequestState(watches, edits, prompt=data["prompt"])
 
     def resume(self, req_id: str, known_tokens: int) -> None:
         """Rows taken before stay valid while their token is known. The last known token was sampled and
@@ -96,6 +101,7 @@ class Tracker:
         self.version += 1
         if state is not None:
             state.skip_below = min(state.high, max(known_tokens - 1, 0))
+            state.decided_below = min(state.high, max(known_tokens - 1, state.prompt))
 
     def finish(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
@@ -158,7 +164,8 @@ def payload(
     if edits is not None:
         edit = {"edits": edits.data, "digest": edits.digest, "first": edits.first}
         first = min(first, prompt_len if edits.floor is None else edits.floor)
-    return {"watch": watch, "floor": first if first < prompt_len else None, "edit": edit}
+    floor = first if first < prompt_len else None
+    return {"watch": watch, "floor": floor, "edit": edit, "prompt": prompt_len}
 
 
 def worker_rows(observation: ResolvedObservation, prompt_len: int) -> Ranges:

@@ -8,6 +8,7 @@ anyway (longer than any captured size).
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +20,8 @@ from ..ops.library import after_tap
 from ..sites import ModelFacts, site
 from .buffers import SiteBank
 from .plan import LanePlan, Piece, StepPlan, positions_within
+
+logger = logging.getLogger(__name__)
 
 #: Captures of at least this many bytes a step are sent layer by layer.
 EARLY_BYTES = 8 << 20
@@ -57,12 +60,22 @@ class Transfer:
             torch.cuda.current_stream().wait_event(self._busy)
             self._busy = None
 
-    def expect(self, plan: StepPlan, bank: SiteBank, facts: ModelFacts) -> None:
-        """Before a forward pass without CUDA graphs: send the large captures of its taps early."""
+    def expect(self, plan: StepPlan, bank: SiteBank, facts: ModelFacts, sharded: bool) -> None:
+        """Before a forward pass without CUDA graphs: send the large captures of its taps early. If that
+        fails, the rows take the common way. ``sharded``: head sites have to be joined over ranks first."""
         if self._stream is None:
             return
+        try:
+            self._expect(plan, bank, facts, sharded)
+        except Exception:
+            logger.exception("large captures of this step are sent after it")
+            self.finish()
+
+    def _expect(self, plan: StepPlan, bank: SiteBank, facts: ModelFacts, sharded: bool) -> None:
         for lane_plan in plan.lanes:
             lane = lane_plan.lane
+            if sharded and site(lane.site).kind == "head":
+                continue
             bufs = [bank.taken[lane.tap_site, layer] for layer in lane.layers]
             if not _as_taken(lane_plan) or any(buf.data_ptr() in after_tap for buf in bufs):
                 continue
@@ -98,13 +111,17 @@ class Transfer:
 
     def _send(self, targets: list[tuple[Tensor, Tensor]], missing: set[int], i: int) -> None:
         assert self._stream is not None
+        try:
+            ready = torch.cuda.Event()
+            ready.record()
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(ready)
+                for rows, host in targets:
+                    host.view(rows.shape).copy_(rows, non_blocking=True)
+        except Exception:  # this is inside the model's forward pass, which is not ours to break
+            logger.exception("a large capture is sent after the step")
+            return
         missing.discard(i)
-        ready = torch.cuda.Event()
-        ready.record()
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            for rows, host in targets:
-                host.view(rows.shape).copy_(rows, non_blocking=True)
 
     def arrived(self, lane_plan: LanePlan) -> list[Tensor] | None:
         """The host tensors, one a piece, that a lane's rows were sent to, if all were."""

@@ -1,0 +1,166 @@
+"""Whole steps without an engine: requests that run together do not meet in flags, tables or buffers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_hook.engine import settings
+from vllm_hook.errors import UnsupportedError
+from vllm_hook.ops import edit as op
+from vllm_hook.runtime.buffers import SiteBank
+from vllm_hook.runtime.edit_bank import EditBank
+from vllm_hook.runtime.edit_plan import EditPlanner, make_edit_plan
+from vllm_hook.runtime.plan import BatchView
+from vllm_hook.runtime.requests import PAYLOAD_KEY, Lane, RequestState, Tracker, Watch
+from vllm_hook.sites import Armed
+from worlds import FACTS, PLACES, World, on_cpu, play
+
+CPU = torch.device("cpu")
+
+
+class Ones:
+    def vector(self, digest):
+        return torch.ones(20)
+
+
+def gate(**more):
+    plain = {"site": "resid_post", "layer": 0, "kind": op.LINEAR, "u": "u", "c": 0.0, "bound": 1.0}
+    plain |= {"above": True, "over": op.ANY, "per_row": False, "count": 1, "rows": [[0, 1]], "filter": None}
+    return {**plain, **more}
+
+
+def edit(layer, gate=None, rows=((1, -1),)):
+    atoms = [[0, "a", "a", 0, False, 0, 10.0, 0.0, 0.0, 0.0]]
+    return {
+        "site": "resid_post", "layers": [layer], "rows": [list(r) for r in rows], "filters": [],
+        "atoms": atoms, "gate": gate, "attend": None,
+    }  # fmt: skip
+
+
+class Small:
+    """Sites of the residual stream of both layers; ``step`` gives each request's row of layer 1."""
+
+    def __init__(self):
+        self.edits = EditBank(FACTS, 16, 4, 8, CPU)
+        armed = Armed.of_edits("resid_post", [0, 1])
+        self.bank = SiteBank(armed, FACTS, 4, 16, torch.float32, CPU, self.edits, 4)
+        self.states = {}
+
+    def add(self, name, data):
+        self.states[name] = self.edits.admit(data, Ones())
+
+    def step(self, *rows):
+        """``rows``: (request, position, value of its row)."""
+        view = BatchView([r for r, _, _ in rows], [*range(len(rows) + 1)], [p for _, p, _ in rows])
+        self.bank.load(None, make_edit_plan(view, {r: self.states[r] for r, _, _ in rows}, {}))
+        for layer in (0, 1):
+            h = torch.tensor([[value] * 20 for _, _, value in rows])
+            self.bank.sites["resid_post", layer](h)
+        self.bank.area.rest()
+        return {r: float(h[i, 0]) for i, (r, _, _) in enumerate(rows)}
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_requests_with_gates_on_a_later_edit_have_flags_of_their_own(order):
+    """The first edit has no gate, the second waits for the prompt: true for a, false for b."""
+    world, value = Small(), {"a": 5.0, "b": -5.0}
+    for name in order:
+        world.add(name, [edit(0), edit(1, gate())])
+        world.step((name, 0, value[name]))
+    assert world.step(("a", 1, 0.0), ("b", 1, 0.0)) == {"a": 10.0, "b": 0.0}
+    assert world.step(("b", 2, 0.0), ("a", 2, 0.0)) == {"a": 10.0, "b": 0.0}
+
+
+def test_conditions_by_row_alone_at_their_place_are_all_read():
+    """Two conditions for each of three requests, and nothing else at their site: six pairs, three rows."""
+    world = Small()
+    both = [gate(per_row=True, rows=[[0, -1]], bound=b) for b in (1.0, 2.0)]
+    for name in "abc":
+        world.add(name, [edit(1, g, rows=((0, -1),)) for g in both])
+    plan = make_edit_plan(BatchView([*"abc"], [0, 1, 2, 3], [0, 0, 0]), world.states, {})
+    world.bank.load(None, plan)
+    assert world.bank.area.headers["resid_post", 0].tolist()[op.N_RECORDS] == 3
+    assert world.step(*[(name, 1, 5.0) for name in "abc"]) == dict.fromkeys("abc", 25.0)
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_two_observations_that_differ_in_rows_only(edited):
+    world = World(on_cpu)
+    lane = Lane("resid_post", (1,))
+    data = [edit(1, rows=((0, -1),))] if edited else []
+    world.add("r", data, [Watch(0, lane, ((5, None),)), Watch(1, lane, ((0, None),))])
+    hidden = {place: torch.zeros(6, 20 if place[0] == "resid_post" else 21) for place in PLACES}
+    hidden["resid_post", 1] = torch.arange(6.0)[:, None].expand(6, 20).contiguous()
+    changed, rows = world.step(
+        BatchView(["r"], [0, 6], [0]), hidden, torch.zeros(6, 20), torch.zeros(6, dtype=torch.int32)
+    )
+    want = changed["resid_post", 1]
+    assert edited == (not torch.equal(want, hidden["resid_post", 1]))
+    found = {r.index: r for r in rows["r"]}
+    assert found[0].positions.tolist() == [5]
+    assert torch.equal(found[0].values[0], want[5:])
+    assert torch.equal(found[1].values[0], want)
+
+
+def test_a_kept_plan_is_not_kept_over_what_changes():
+    world, planner = Small(), EditPlanner()
+    world.add("a", [edit(1, rows=((2, 3), (5, -1)))])
+    at = [
+        planner.plan(0, BatchView(["a"], [0, 1], [p]), world.states, {}) is not None
+        for p in (1, 2, 3, 4, 5, 6)
+    ]
+    assert at == [False, True, False, False, True, True]
+    kept = planner.plan(0, BatchView(["a"], [0, 1], [7]), world.states, {})
+    assert planner.plan(0, BatchView(["a"], [0, 1], [8]), world.states, {}) is kept
+    assert planner.plan(1, BatchView(["a"], [0, 1], [9]), world.states, {}) is not kept
+    assert planner.plan(1, BatchView(["b"], [0, 1], [9]), world.states, {}) is None
+
+
+def test_a_request_that_cannot_be_read_holds_no_slots():
+    bank = EditBank(FACTS, 16, 4, 8, CPU)
+    tracker = Tracker(bank)
+    tracker.set_tensors("p", {"edit:a": {"vector": torch.ones(20)}})
+    watch = {
+        "site": "resid_post", "layers": [0], "heads": None, "reduce": ["probe", "p/gone"], "dtype": None,
+        "rows": [[0, -1]], "spans": [],
+    }  # fmt: skip
+    data = {"watch": [watch], "edit": {"edits": [edit(0)]}, "prompt": 3}
+    with pytest.raises(KeyError):
+        tracker.add("r", {PAYLOAD_KEY: data}, 0)
+    assert bank.used() == {"vectors": 0, "gates": 0}
+    assert not tracker.states
+
+
+def test_a_prompt_row_is_not_read_again_for_a_condition_after_a_resume():
+    """Resumed with no token of its own, a request runs its last prompt row again: taken anew, as a row
+    whose token might have been a draft; conditions have read it."""
+    tracker = Tracker(EditBank(FACTS, 16, 4, 8, CPU))
+    tracker.states["r"] = RequestState((), prompt=6, high=6)
+    tracker.resume("r", 6)
+    assert (tracker.states["r"].skip_below, tracker.states["r"].decided_below) == (5, 6)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_worlds_run(seed):
+    """All rows that were asked for come, once; the kernels are compared on the same worlds elsewhere."""
+    for (view, _, rows), *_ in play(seed, [on_cpu]):
+        for req_id, records in rows.items():
+            assert req_id in view.req_ids
+            assert all(r.values.shape[1] == len(r.positions) for r in records)
+            assert len({r.index for r in records}) == len(records)
+
+
+def test_drafts_with_asynchronous_scheduling_are_refused():
+    parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
+    config = SimpleNamespace(
+        parallel_config=parallel,
+        speculative_config=object(),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        lora_config=None,
+        model_config=SimpleNamespace(runner_type="generate"),
+    )
+    with pytest.raises(UnsupportedError, match="speculative decoding with asynchronous scheduling"):
+        settings._refuse(config)
+    config.scheduler_config.async_scheduling = False
+    settings._refuse(config)
