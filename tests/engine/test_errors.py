@@ -342,7 +342,6 @@ def test_a_moved_method_is_refused_by_name(tiny_dir, monkeypatch):
 @pytest.mark.parametrize(
     ("kwargs", "name"),
     [
-        ({"data_parallel_size": 2}, "data_parallel_size=2"),
         ({"enable_lora": True}, "enable_lora"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"runner": "pooling"}, "runner"),
