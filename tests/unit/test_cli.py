@@ -131,7 +131,7 @@ def test_check_with_a_model_says_what_it_arms(run, good, config):
     assert result.exit_code == 0, result.output
     assert "attention layer 1 (last), resid_post layer 3 (all)" in result.output
     # queries of one layer for 8 rows, a stream of width 64 for 100, 2 bytes a value, and two row tables
-    tables = 4 * (2 * 48 + (8 + 100) * 8)  # a header a site, a record a row
+    tables = 4 * (2 * 48 + (8 + 100) * 9)  # a header a site; a record and a line of a list a row
     assert f"{((4 * 32 * 8 + 64 * 100) * 2 + tables) / 1024:.1f} KiB" in result.output
     assert "prefix cache" in result.output
 

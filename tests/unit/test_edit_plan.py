@@ -174,7 +174,7 @@ def test_tables_beyond_what_is_reserved_are_refused() -> None:
     state = b.admit([edit()], Vectors())
     plan = make_edit_plan(BatchView(["r"], [0, 8], [0]), {"r": state}, {})
     area = StepArea(AreaSize({("resid_post", 1): 4}, frozenset(), 1, 0), torch.device("cpu"))
-    with pytest.raises(CapacityError, match="128 words of tables, 96 are reserved"):
+    with pytest.raises(CapacityError, match="128 words of tables, 100 are reserved"):
         area.load(None, plan)
 
 

@@ -267,7 +267,7 @@ def test_attention_needs_queries_and_memory_is_what_is_said():
     armed = Armed.of("attention", [0, 1], "last") | Armed.of("q", [1], "all") | Armed.of("k", [0], "last")
     assert tap_sites(armed) == {("q", 0): "last", ("q", 1): "all", ("k", 0): "last"}
     buffers = 2 * (8 * 4 + 64 * 4 + 8 * 2)
-    tables = 4 * (3 * HEADER_SIZE + (8 + 64 + 8) * RECORD_SIZE)
+    tables = 4 * (3 * HEADER_SIZE + (8 + 64 + 8) * (RECORD_SIZE + 1))
     assert site_bytes(armed, FACTS, 8, 64, 4, 16, 2) == buffers + tables
     bank = SiteBank(armed, FACTS, 8, 64, torch.bfloat16, torch.device("cpu"))
     assert sum(t.numel() * 2 for t in bank.taken.values()) == buffers

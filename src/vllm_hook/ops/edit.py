@@ -15,12 +15,14 @@ All that changes from step to step lies in ``step``, one int32 tensor of fixed a
 packed anew for each step and sent in one copy (:mod:`vllm_hook.runtime.area`). Offsets count int32s
 from its start; floats lie there as their bits::
 
-    site header  [48]  RECORDS, N_RECORDS, LATCHED, N_LATCHED, the first record, its first two entries
+    site header  [48]  RECORDS, N_RECORDS, LATCHED, N_LATCHED, the first record, its first two entries,
+                       TAKEN, N_TAKEN
     record       [8]   ROW, DST, ENTRIES, N_ENTRIES, CONDS, N_CONDS       a row of this site, once
     entry        [16]  KIND U V ACT KEEP_NORM HEAD GATE_KIND GATE ROW_GATE  A B C THETA
     condition    [16]  COND_KIND COND_U OVER ABOVE FLAG PER_ROW ROWS N_ROWS  COND_C BOUND COUNT
 
 The copies in the header save a GPU two look-ups, each a trip to memory, where a site has one row.
+``TAKEN`` lists the rows that go to the buffer, in order: what the CPU path needs of them.
 ``DST``: where the row goes in the site's buffer, -1 nowhere. ``CONDS`` and ``LATCHED`` are lists of
 offsets of conditions, ``ROWS`` a list of rows. For every record, in this order: the conditions read
 the row as it came, the edits change it, the tap takes what they left.
@@ -46,6 +48,7 @@ COND_KIND, COND_U, OVER, ABOVE, FLAG, PER_ROW, ROWS, N_ROWS, COND_C, BOUND, COUN
 HEADER_SIZE, RECORD_SIZE, ENTRY_SIZE, COND_SIZE = 48, 8, 16, 16
 #: Where the copies of the first record and of its first entries stand in a header.
 FIRST_RECORD, FIRST_ENTRIES, COPIED_ENTRIES = 4, 12, 2
+TAKEN, N_TAKEN = 44, 45
 
 RANK_ONE, ROTATE = 0, 1
 IDENTITY, RELU, JUMP_RELU = 0, 1, 2
@@ -82,30 +85,27 @@ def run_cpu(
 
     The small integers of the step are handled in numpy, whose calls cost a fraction of torch's.
     """
-    at, n, latched, n_latched = site.numpy()[:FIRST_RECORD].tolist()
+    header = site.numpy()
+    at, n, latched, n_latched = header[:FIRST_RECORD].tolist()
     if not n and not n_latched:
         return False
     area = step.numpy()
-    records = area[at : at + n * RECORD_SIZE].reshape(n, RECORD_SIZE)
     if state is not None:
+        records = area[at : at + n * RECORD_SIZE].reshape(n, RECORD_SIZE)
         if n_latched or records[:, N_CONDS].any():
             _run_conditions(h_TD, residual_TD, area, records, area[latched : latched + n_latched], state)
         edited = records if n and records[:, N_ENTRIES].all() else records[records[:, N_ENTRIES] > 0]
         if len(edited):
             _run_edits(h_TD, residual_TD, area, edited, state)
-    if buf is not None and n:
-        _tap(h_TD, residual_TD, records, buf)
+    if buf is not None:
+        taken, n_taken = header[TAKEN : N_TAKEN + 1].tolist()
+        if n_taken:
+            _tap(h_TD, residual_TD, torch.from_numpy(area[taken : taken + n_taken]), buf)
     return True
 
 
-def _tap(h_TD: Tensor, residual_TD: Tensor | None, records: np.ndarray, buf: Tensor) -> None:
-    taken = records[records[:, DST] >= 0]
-    if not len(taken):
-        return
-    if (np.diff(taken[:, DST]) < 0).any():
-        taken = taken[np.argsort(taken[:, DST])]
-    rows = torch.from_numpy(np.ascontiguousarray(taken[:, ROW]))
-    out = buf[: len(taken)]
+def _tap(h_TD: Tensor, residual_TD: Tensor | None, rows: Tensor, buf: Tensor) -> None:
+    out = buf[: len(rows)]
     torch.index_select(h_TD, 0, rows, out=out)
     if residual_TD is not None:
         out.add_(torch.index_select(residual_TD, 0, rows))

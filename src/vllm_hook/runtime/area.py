@@ -40,7 +40,7 @@ class AreaSize:
         total = op.HEADER_SIZE * len(self.rows)
         total += op.ENTRY_SIZE * self.entries + op.COND_SIZE * self.conditions
         for place, rows in self.rows.items():
-            total += rows * (op.RECORD_SIZE + (CONDITIONS_A_ROW + 1 if place in self.edited else 0))
+            total += rows * (op.RECORD_SIZE + 1 + (CONDITIONS_A_ROW + 1 if place in self.edited else 0))
         return total
 
 
@@ -222,6 +222,8 @@ class _Packer:
             records[at, op.N_CONDS] = count
         header = np.zeros(op.HEADER_SIZE, dtype=np.int32)
         header[: op.FIRST_RECORD] = self.put(records), len(rows), *latched
+        if taken is not None:
+            header[op.TAKEN : op.N_TAKEN + 1] = self.put(taken), len(taken)
         if len(rows):
             header[op.FIRST_RECORD : op.FIRST_ENTRIES] = records[0]
             at = records[0, op.ENTRIES]
