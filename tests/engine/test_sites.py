@@ -1,9 +1,13 @@
 """Every site against Hugging Face in fp32, and every selector against brute force."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import vllm_hook
 from conftest import ARM_ALL, hook_llm
 from oracle import Reference, assert_probs_close, assert_rows_close, fed, positions_of
 from prompts import greedy, text_prompts, token_prompts
@@ -11,6 +15,8 @@ from prompts import greedy, text_prompts, token_prompts
 pytestmark = pytest.mark.engine
 
 LAYERS = [0, 1, 14, 29]
+PACKAGE = Path(vllm_hook.__file__).parent
+PROGRAMS, DATA = PACKAGE / "programs", PACKAGE / "demo" / "data"
 LAYERED = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z")
 ONCE = ("embed", "final_norm")
 PROBED = [[0, 0], [0, 8], [1, 3], [14, 4], [29, 7]]  # [layer, head] of SmolLM2
@@ -55,7 +61,7 @@ def smol(smollm2_path):
     """SmolLM2, compiled, fp32. Small batches: the mixed batch below is prefilled in several chunks."""
     with hook_llm(
         smollm2_path,
-        programs=[everything(LAYERS)],
+        programs=[everything(LAYERS), str(PROGRAMS / "smollm2-injection-guard.yaml")],
         enforce_eager=False,
         max_num_batched_tokens=384,
         block_size=128,
@@ -127,6 +133,34 @@ def test_chosen_heads_keep_their_order(smol, smol_reference):
     for i, (layer, head) in enumerate(listed):
         want = torch.stack([weights[layer, head, -1, s].sum() for s in spans])
         assert_probs_close(got.values[i, 0], want, sums=None)
+
+
+@pytest.mark.model
+def test_tracker_scores_of_forty_prompts(smol, smol_reference):
+    """Per head: attention to the instruction as a share of that to instruction and data; their mean."""
+    lines = (DATA / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    examples = [json.loads(line) for line in lines[::3]][:40]
+    messages = [
+        [{"role": "system", "content": e["instruction"]}, {"role": "user", "content": f"Data: {e['data']}"}]
+        for e in examples
+    ]
+    outs = smol.chat(messages, greedy(1), hook="smollm2-injection-guard", use_tqdm=False)
+    assert len(outs) == 40
+    assert len({e["style"] for e in examples}) >= 5
+    tokenizer = smol.get_tokenizer()
+    for out, example in zip(outs, examples, strict=True):
+        got, ids = out.hook.observed["focus"], out.prompt_token_ids
+        text = tokenizer.decode(ids)
+        weights = smol_reference.run(ids)["attention"]
+        inst = span_of(tokenizer, ids, text, example["instruction"])
+        data = span_of(tokenizer, ids, text, example["data"])
+        shares = []
+        for (layer, head), mass in zip(got.heads, got.values[:, 0], strict=True):
+            to_inst, to_data = (float(weights[layer, head, -1, span].sum()) for span in (inst, data))
+            shares.append(to_inst / (to_inst + to_data + 1e-8))
+            mine = float(mass[0] / (mass.sum() + 1e-8))
+            assert mine == pytest.approx(shares[-1], abs=1e-4)
+        assert out.hook.scores["injection"].value == pytest.approx(sum(shares) / len(shares), abs=3e-5)
 
 
 def span_of(tokenizer, ids, text, part):
