@@ -1,6 +1,7 @@
 """Building on vLLM: what it measures is what Hugging Face measures, and a served probe is the trained one."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -107,3 +108,8 @@ def test_a_served_probe_gives_the_values_of_its_training(tmp_path, tiny_dir, mod
     served = [float(o.hook.observed["logit"].values) for o in outputs]
     assert len(served) == len(rows)
     assert served == pytest.approx(built.logits, abs=1e-4)
+    scores = [o.hook.scores["label"] for o in outputs]
+    trained = [1 / (1 + math.exp(-logit)) for logit in built.logits]
+    assert [s.value for s in scores] == pytest.approx(trained, abs=1e-4)
+    assert [s.flagged for s in scores] == [logit > 0 for logit in built.logits]
+    assert len({s.flagged for s in scores}) == 2

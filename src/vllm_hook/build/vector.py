@@ -100,20 +100,20 @@ def build_vector(
     longest = check_lengths(prompts, job.model.length, room=options.tokens + 1) + options.tokens
     made_with = {**asdict(options), "layers": layers, "held_out": held_out is not None}
     work = job.work("vector", sources, **made_with)
-    backend = job.open(Needs(states=options.rows, edits=True, longest=longest))
     title = f"states of {len(prompts)} prompts"
-    found = work.tensors("states", prompts, CHUNK, lambda p: backend().states(p, options.rows), title)
-    with_, without = torch.stack(found[::2]), torch.stack(found[1::2])  # [N, L, d]
-    n = len(pairs)
-    vectors = {i: make_vector(options.direction, with_[:n, i], without[:n, i]) for i in layers}
-    separation = {
-        i: auroc(
-            (without[n:, i].double() @ v.double()).tolist(), (with_[n:, i].double() @ v.double()).tolist()
-        )
-        for i, v in vectors.items()
-    }
-    edits = [e for i in layers for e in _edits(options, i, vectors[i], with_[:n, i], without[:n, i])]
-    plain, tried = _sweep(job, work, backend, options, edits, prompts[2 * n :])
+    with job.open(Needs(states=options.rows, edits=True, longest=longest)) as backend:
+        found = work.tensors("states", prompts, CHUNK, lambda p: backend().states(p, options.rows), title)
+        with_, without = torch.stack(found[::2]), torch.stack(found[1::2])  # [N, L, d]
+        n = len(pairs)
+        vectors = {i: make_vector(options.direction, with_[:n, i], without[:n, i]) for i in layers}
+        separation = {
+            i: auroc(
+                (without[n:, i].double() @ v.double()).tolist(), (with_[n:, i].double() @ v.double()).tolist()
+            )
+            for i, v in vectors.items()
+        }
+        edits = [e for i in layers for e in _edits(options, i, vectors[i], with_[:n, i], without[:n, i])]
+        plain, tried = _sweep(job, work, backend, options, edits, prompts[2 * n :])
     chosen = best(tried)
     if not chosen.fits or chosen.rate <= 0:
         raise HookError(
