@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from vllm_hook import cli
 from vllm_hook.build.artifact import read_provenance
 from vllm_hook.build.on_hf import HfBackend
+from vllm_hook.demo.rerank import unseen
+from vllm_hook.errors import HookError
 from vllm_hook.runtime.loading import load_program
 from vllm_hook.sites import ModelFacts
 from vllm_hook.tensors import read_tensors
@@ -242,3 +244,33 @@ def test_rerank_heads_by_their_own_ndcg(build, tmp_path):
     made = read_provenance(tmp_path / "made.yaml")
     assert "own nDCG@10" in made["method"]
     assert len(made["scores"]) == 2
+
+
+def test_the_demo_knows_which_queries_chose_no_heads(build, tmp_path):
+    """And claims none for other data, for given heads, and for heads that were measured on other data."""
+    assert build("rerank-heads", "made.yaml", "--share", 0.4).exit_code == 0
+    data, made = tmp_path / "data.jsonl", tmp_path / "made.yaml"
+    held = unseen(made, data)
+    assert len(held) == len(QUERIES) - read_provenance(made)["options"]["queries"] > 1
+    assert build("rerank-heads", "same.yaml", "--share", 0.4, "--seed", 1).exit_code == 0
+    assert len(unseen(tmp_path / "same.yaml", data)) == len(held)
+    assert unseen(tmp_path / "same.yaml", data) != held
+    assert unseen("1-2", data) == unseen([(1, 2)], data) == unseen(made, None) == []
+    (tmp_path / "other.jsonl").write_text(json.dumps({**QUERIES[0], "query": "Which one?"}))
+    assert build("rerank-heads", "held.yaml", "--held-out", "other.jsonl").exit_code == 0
+    assert unseen(tmp_path / "held.yaml", data) == []
+
+
+def test_what_was_opened_is_closed_also_when_a_build_fails(build, monkeypatch):
+    closed = []
+    monkeypatch.setattr(HfBackend, "close", lambda self: closed.append(self))
+    for command in COMMANDS:
+        assert build(command, f"{command}.yaml").exit_code == 0
+    assert len(closed) == len(COMMANDS)
+
+    def broken(self, *rest):
+        raise HookError("no memory")
+
+    monkeypatch.setattr(HfBackend, "states", broken)
+    assert build("probe", "broken.yaml").exit_code == 1
+    assert len(closed) == len(COMMANDS) + 1

@@ -1,5 +1,6 @@
 """The reranking demo's figures by hand, its data, its tables and files."""
 
+import dataclasses
 import io
 import json
 import math
@@ -103,6 +104,14 @@ def test_tables_and_files(data, tmp_path):
     assert "300" in text  # ms, the median
     assert "0.50" in text
     assert "Hugging Face" not in text
+    assert "chose no heads" not in text
+    held = dataclasses.replace(outcome, unseen=[0, 2])
+    console.print(demo.quality_table(records, held, [(8, 3)]))
+    assert "the 2 that" in out.getvalue()
+    assert "0.600" in out.getvalue()  # all heads on the two
+    held_report = json.loads(demo.write(tmp_path / "held", records, held, [(8, 3)])[1].read_text())
+    assert held_report["unseen"]["queries"] == [0, 2]
+    assert held_report["unseen"]["ndcg"][demo.ALL][0] == pytest.approx(0.6)
     picture, report = demo.write(tmp_path / "out", records, outcome, [(8, 3)])
     assert picture.read_bytes().startswith(b"\x89PNG")
     read = json.loads(report.read_text())

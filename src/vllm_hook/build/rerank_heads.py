@@ -153,6 +153,8 @@ def build_rerank_heads(
     }
     result = RerankHeads(heads, core, own, temperature, figures)
     options = {"top": top, "temperature": temperature, "seed": seed, "queries": len(finding)}
+    if held_out is None:
+        options["share"] = share
     publish(job.output, TITLE, _provenance(job, sources, result, method, options), _program(job, heads))
     work.done()
     return result
