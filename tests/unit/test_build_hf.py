@@ -9,8 +9,10 @@ import yaml
 from typer.testing import CliRunner
 
 from vllm_hook import cli
+from vllm_hook.build import vector
 from vllm_hook.build.artifact import read_provenance
 from vllm_hook.build.on_hf import HfBackend
+from vllm_hook.build.sweep import MOST_GROWTH
 from vllm_hook.demo.rerank import unseen
 from vllm_hook.errors import HookError
 from vllm_hook.runtime.loading import load_program
@@ -274,3 +276,26 @@ def test_what_was_opened_is_closed_also_when_a_build_fails(build, monkeypatch):
     monkeypatch.setattr(HfBackend, "states", broken)
     assert build("probe", "broken.yaml").exit_code == 1
     assert len(closed) == len(COMMANDS) + 1
+
+
+def test_a_sweep_tries_all_layers_once_and_the_best_at_all_strengths(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(vector, "CLOSER", 1)
+    options = ["--tokens", "4", "--held", "3", "--shows", "."]
+    rows = COMMANDS["vector"][0]
+    monkeypatch.setitem(COMMANDS, "vector", (rows, options))
+    result = build("vector", "made.yaml")
+    assert result.exit_code == 0, result.output
+    made = read_provenance(tmp_path / "made.yaml")
+    tried = {
+        layer: {k for k in figures if k != "separation_auroc"} for layer, figures in made["layers"].items()
+    }
+    assert sorted(tried) == [1, 2, 3]  # of four layers, those in the middle
+    every = {f"add {s:g}" for s in vector.STRENGTHS["add"]}
+    assert sorted(map(len, tried.values())) == [1, 1, len(every)]
+    assert all("add 1" in seen for seen in tried.values())
+    (closer,) = (layer for layer, seen in tried.items() if seen == every)
+    usual = {layer: figures["add 1"] for layer, figures in made["layers"].items()}
+    worth = {
+        i: f["score"] - max(f["perplexity"] / MOST_GROWTH - 1, 0) - f["repetition"] for i, f in usual.items()
+    }
+    assert worth[closer] >= max(worth.values()) - 0.01
