@@ -118,3 +118,10 @@ def test_tables_and_files(data, tmp_path):
     assert read["ndcg"][demo.CHOSEN]["mean"] == pytest.approx(0.9)
     assert read["queries"][1]["ndcg"] == {demo.CHOSEN: 0.9, demo.ALL: 0.6, demo.BM25: 0.2}
     assert read["seconds"][demo.WHOLE] == 0.3
+
+
+def test_heads_ship_with_the_queries_that_did_not_choose_them():
+    assert demo._chosen(None) == [(18, 6)]
+    held = demo.unseen(demo.shipped_heads(), None)
+    assert len(held) == 18  # of 60; a changed data file would make it none
+    assert demo.read_records(None)[held[0]].query

@@ -167,10 +167,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for name in args.behaviours:
         behaviour = BEHAVIOURS[name]
-        for pairs in (INSTRUCTION, *([EXAMPLES] if behaviour.answers else [])):
-            for method in METHODS:
-                rows.append(build(behaviour, pairs, method, args.out))
-                print(f"{name}, {pairs}, {method}: {rows[-1].why or 'built'}", flush=True)
+        # A model too small to follow an instruction follows examples.
+        pairs = EXAMPLES if behaviour.answers else INSTRUCTION
+        for method in METHODS:
+            rows.append(build(behaviour, pairs, method, args.out))
+            print(f"{name}, {pairs}, {method}: {rows[-1].why or 'built'}", flush=True)
         if program_file(name).is_file():
             rows.append(Row(name, SHIPPED, "add", program_file(name)))
     print(table(rows, *measure(rows)))
