@@ -206,7 +206,7 @@ def test_an_unknown_behaviour_is_refused_before_anything_starts(tmp_path):
 @pytest.mark.parametrize("name", ["capitals", "french"])
 def test_pairs_by_example_can_be_built_from_and_differ_in_the_behaviour(tmp_path, name):
     behaviour = BEHAVIOURS[name]
-    pairs, _ = read_pairs(steer_table.pair_file(behaviour, tmp_path))
+    pairs, _ = read_pairs(steer_table.example_file(behaviour, tmp_path))
     held, _ = read_pairs(steer_table.tune_file(behaviour, tmp_path))
     refuse_overlap(pairs, held, tmp_path)
     assert (len(pairs), len(held)) == (36, 10)
@@ -218,6 +218,16 @@ def test_pairs_by_example_can_be_built_from_and_differ_in_the_behaviour(tmp_path
     assert all(
         with_.startswith(without) for with_, without in ((p.with_[0][1], p.without[0][1]) for p in held)
     )
+
+
+def test_questions_that_choose_a_setting_are_in_no_pair(tmp_path):
+    for name in steer_table.SHOWS:
+        pairs, _ = read_pairs(steer_table.instruction_file(BEHAVIOURS[name], tmp_path))
+        held, _ = read_pairs(steer_table.tune_file(BEHAVIOURS[name], tmp_path))
+        questions = {p.without[0][1] for p in held}
+        assert questions == {r["question"] for r in steer.read_questions("tune")}
+        assert len(pairs) == 36
+        assert not [p for p in pairs if any(q in text for q in questions for _, text in p.with_)]
 
 
 @pytest.mark.parametrize("name", steer_table.SHOWS)

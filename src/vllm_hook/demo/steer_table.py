@@ -52,7 +52,15 @@ class Row:
     why: str = ""
 
 
-def pair_file(behaviour: Behaviour, folder: Path) -> Path:
+def instruction_file(behaviour: Behaviour, folder: Path) -> Path:
+    """The pairs that ship, without those of the questions that choose a setting."""
+    tune = [r["question"] for r in read_questions("tune")]
+    lines = packaged(f"contrast_{behaviour.name}.jsonl").read_text("utf-8").splitlines()
+    kept = [line for line in lines if not any(question in line for question in tune)]
+    return _write(folder / f"{behaviour.name}-instruction.jsonl", kept)
+
+
+def example_file(behaviour: Behaviour, folder: Path) -> Path:
     """Pairs by example as ``build vector`` reads them: two answered questions, then one with its answer
     begun, all with the behaviour or all without."""
     records = read_questions("pairs")
@@ -73,7 +81,7 @@ def pair_file(behaviour: Behaviour, folder: Path) -> Path:
 
 
 def tune_file(behaviour: Behaviour, folder: Path) -> Path:
-    """The ten questions that choose a setting for pairs by example: bare, as they are asked later."""
+    """The ten questions that choose a setting: bare, as those that are steered later."""
     lines = [
         json.dumps({"with": f"{r['question']} {behaviour.instruction}", "without": r["question"]})
         for r in read_questions("tune")
@@ -92,10 +100,8 @@ def build(behaviour: Behaviour, pairs: str, method: str, folder: Path) -> Row:
     row = Row(behaviour.name, pairs, method, file)
     if file.is_file():
         return row
-    if pairs == EXAMPLES:
-        data, held_out = pair_file(behaviour, folder), tune_file(behaviour, folder)
-    else:
-        data, held_out = packaged(f"contrast_{behaviour.name}.jsonl"), None
+    data = (example_file if pairs == EXAMPLES else instruction_file)(behaviour, folder)
+    held_out = tune_file(behaviour, folder)
     model = open_model(str(smollm2()), "SmolLM2-135M-Instruct")
     given: Any = {"method": method, "strengths": CLAMPS if method == "clamp" else None}
     options = VectorOptions(**given, shows=SHOWS[behaviour.name])
