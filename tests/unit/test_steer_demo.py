@@ -1,6 +1,7 @@
 """The steering demo: its rules on fixed strings, its questions, its shipped program, its figures."""
 
 import io
+import json
 import math
 import re
 
@@ -243,12 +244,23 @@ def test_what_a_sweep_looks_for_is_near_the_rule(name):
 
 
 def test_the_table_counts_answers(tmp_path):
-    file = steer.program_file("capitals")
+    file, clamp = steer.program_file("capitals"), tmp_path / "clamp.yaml"
+    edit = {"site": "resid_post", "layers": [7], "method": "clamp", "vector": "v.safetensors", "target": 2.5}
+    clamp.write_text(json.dumps({"schema": 1, "name": "c", "intervene": {"steer": edit}}))
+    usual = tmp_path / "usual.yaml"  # a strength of 1 is the default, and not written out by all
+    add = {**edit, "method": "add"}
+    usual.write_text(
+        json.dumps({"schema": 1, "name": "u", "intervene": {"steer": {k: add[k] for k in list(add)[:4]}}})
+    )
     rows = [
+        steer_table.Row("capitals", "examples", "clamp", clamp),
+        steer_table.Row("capitals", "examples", "add", usual),
         steer_table.Row("capitals", "ships", "add", file),
         steer_table.Row("french", "examples", "clamp", None, "no setting"),
     ]
-    text = steer_table.table(rows, PLAIN.answers, {file: LOUD.answers})
+    text = steer_table.table(rows, PLAIN.answers, dict.fromkeys((file, clamp, usual), LOUD.answers))
+    assert "| capitals | examples | clamp | 7 | 2.5 | 0 -> 1 |" in text
+    assert "| capitals | examples | add | 7 | 1 | 0 -> 1 |" in text
     assert "| capitals | ships | add | 24 | 0.6 | 0 -> 1 | 1.50 | 0.00 |" in text
     assert "| french | examples | clamp | none |" in text
     assert text.endswith("french, examples, clamp: no setting")

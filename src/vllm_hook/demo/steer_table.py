@@ -129,14 +129,15 @@ def cells(row: Row, plain: Sequence[Answer], answers: Sequence[Answer]) -> tuple
     """A row of the table."""
     assert row.file is not None
     behaviour = BEHAVIOURS[row.behaviour]
-    (edit,) = load(row.file).program.to_dict()["intervene"].values()
+    edit: Any
+    (edit,) = load(row.file).program.intervene.values()
     before, after = Outcome(0.0, list(plain)), Outcome(1.0, list(answers))
-    value = edit["strength" if row.method == "add" else "target"]
+    value = edit.strength if row.method == "add" else edit.target
     return (
         row.behaviour,
         row.pairs,
         row.method,
-        str(edit["layers"][0]),
+        str(edit.layers[0]),
         f"{value:.4g}",
         f"{_count(before, behaviour)} -> {_count(after, behaviour)}",
         f"{after.growth(before):.2f}",
