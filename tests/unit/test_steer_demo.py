@@ -1,6 +1,7 @@
 """The steering demo: its rules on fixed strings, its questions, its shipped program, its figures."""
 
 import io
+import itertools
 import json
 import math
 import re
@@ -222,8 +223,9 @@ def test_pairs_by_example_can_be_built_from_and_differ_in_the_behaviour(tmp_path
 
 
 def test_questions_that_choose_a_setting_are_in_no_pair(tmp_path):
-    for name in steer_table.SHOWS:
-        pairs, _ = read_pairs(steer_table.instruction_file(BEHAVIOURS[name], tmp_path))
+    makers = (steer_table.instruction_file, steer_table.bare_file)
+    for name, make in itertools.product(steer_table.SHOWS, makers):
+        pairs, _ = read_pairs(make(BEHAVIOURS[name], tmp_path))
         held, _ = read_pairs(steer_table.tune_file(BEHAVIOURS[name], tmp_path))
         questions = {p.without[0][1] for p in held}
         assert questions == {r["question"] for r in steer.read_questions("tune")}

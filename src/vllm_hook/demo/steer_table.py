@@ -37,7 +37,7 @@ SHOWS = {
     "capitals": r"\A[^a-z]*[A-Z][^a-z]*\Z",
     "french": r"(?is)(?:\b(?:le|la|les|des|une|est|et|dans|pour|que|qui|sont|du)\b.*?){3}",
 }
-INSTRUCTION, EXAMPLES, SHIPPED = "instruction", "examples", "ships"
+INSTRUCTION, BARE, EXAMPLES, SHIPPED = "instruction", "bare", "examples", "ships"
 HEADER = ("behaviour", "pairs", "method", "layer", "value", "shows, of 40", "perplexity", "repetition")
 
 
@@ -80,13 +80,22 @@ def example_file(behaviour: Behaviour, folder: Path) -> Path:
     return _write(folder / f"{behaviour.name}-examples.jsonl", lines)
 
 
+def bare_file(behaviour: Behaviour, folder: Path) -> Path:
+    """The questions with the instruction and with nothing, as the vectors that ship were made."""
+    return _bare(behaviour, "pairs", folder / f"{behaviour.name}-bare.jsonl")
+
+
 def tune_file(behaviour: Behaviour, folder: Path) -> Path:
     """The ten questions that choose a setting: bare, as those that are steered later."""
+    return _bare(behaviour, "tune", folder / f"{behaviour.name}-tune.jsonl")
+
+
+def _bare(behaviour: Behaviour, part: str, path: Path) -> Path:
     lines = [
         json.dumps({"with": f"{r['question']} {behaviour.instruction}", "without": r["question"]})
-        for r in read_questions("tune")
+        for r in read_questions(part)
     ]
-    return _write(folder / f"{behaviour.name}-tune.jsonl", lines)
+    return _write(path, lines)
 
 
 def _write(path: Path, lines: Sequence[str]) -> Path:
@@ -100,7 +109,7 @@ def build(behaviour: Behaviour, pairs: str, method: str, folder: Path) -> Row:
     row = Row(behaviour.name, pairs, method, file)
     if file.is_file():
         return row
-    data = (example_file if pairs == EXAMPLES else instruction_file)(behaviour, folder)
+    data = {INSTRUCTION: instruction_file, BARE: bare_file, EXAMPLES: example_file}[pairs](behaviour, folder)
     held_out = tune_file(behaviour, folder)
     model = open_model(str(smollm2()), "SmolLM2-135M-Instruct")
     given: Any = {"method": method, "strengths": CLAMPS if method == "clamp" else None}
@@ -175,10 +184,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in args.behaviours:
         behaviour = BEHAVIOURS[name]
         # A model too small to follow an instruction follows examples.
-        pairs = EXAMPLES if behaviour.answers else INSTRUCTION
-        for method in METHODS:
-            rows.append(build(behaviour, pairs, method, args.out))
-            print(f"{name}, {pairs}, {method}: {rows[-1].why or 'built'}", flush=True)
+        for pairs in (EXAMPLES,) if behaviour.answers else (INSTRUCTION, BARE):
+            for method in METHODS:
+                rows.append(build(behaviour, pairs, method, args.out))
+                print(f"{name}, {pairs}, {method}: {rows[-1].why or 'built'}", flush=True)
         if program_file(name).is_file():
             rows.append(Row(name, SHIPPED, "add", program_file(name)))
     print(table(rows, *measure(rows)))
