@@ -44,8 +44,8 @@ def test_injection_is_told_from_harmless_text(tmp_path, smollm2_path):
 @pytest.mark.model
 def test_steering_makes_lists_and_keeps_the_model_speaking(tmp_path, smollm2_path):
     figures = run("steering", tmp_path, smollm2_path)
-    assert figures["rate_steered"] >= figures["rate_plain"] + 0.5
-    assert figures["perplexity_growth"] <= 2.0
+    assert figures["rate_steered"] >= figures["rate_plain"] + 0.35
+    assert figures["perplexity_growth"] <= 1.6
     assert min(figures["separation"].values()) >= 0.9
 
 
