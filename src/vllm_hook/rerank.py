@@ -234,7 +234,10 @@ def _render(tokenizer: Any, content: str) -> tuple[str, int]:
     if not tokenizer.chat_template:
         return content, 0
     messages = [{"role": "user", "content": content}]
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # templates raise what they like, jinja2's errors among it
+        raise HookError(f"the chat template refuses the prompt: {error}") from None
     core = content.strip()
     at = text.find(core)
     if at < 0:

@@ -44,7 +44,8 @@ class Observed:
 
     ``values``: stream sites [layers, positions, d]; head sites [layers, positions, heads, d_head];
     ``attention_mass`` [heads listed, rows, keys]; ``attention`` [heads listed, rows, longest row];
-    scalar reductions [layers, positions]. ``positions`` are absolute and 0-based, one per row.
+    scalar reductions [layers, positions]; an SAE's features [layers, positions, features], also for a list of
+    one. ``positions`` are absolute and 0-based, one per row.
     ``heads`` are ``(layer, head)``; ``keys`` name the spans. Both are None where they do not apply.
     """
 

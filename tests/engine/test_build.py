@@ -1,6 +1,8 @@
 """Building on vLLM: what it measures is what Hugging Face measures, and a served probe is the trained one."""
 
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from conftest import hook_llm, stop_engine
 from prompts import greedy
 from vllm_hook.build.artifact import Output
-from vllm_hook.build.backend import Edit, Needs
+from vllm_hook.build.backend import Edit, Lazy, Needs
 from vllm_hook.build.job import Job
 from vllm_hook.build.model import open_model
 from vllm_hook.build.on_hf import HfBackend
@@ -85,6 +87,24 @@ def test_the_mean_over_positions_leaves_out_the_first(model, prompts):
         assert ((row - theirs).norm(dim=-1) <= 1e-4 * theirs.norm(dim=-1)).all()
 
 
+def test_a_build_ends_its_engine_but_no_other(both, prompts, model):
+    """Engines in one process share process groups; the notebooks start one after a build that was alone."""
+    from vllm_hook.build.on_vllm import VllmBackend
+
+    before = both[0].states(prompts, "last")
+    with Lazy(lambda: VllmBackend(model, Needs(states="last", longest=60), "float32")) as backend:
+        second = backend()
+        second.states(prompts, "last")
+    again = both[0].states(prompts, "last")
+    assert all(torch.equal(a, b) for a, b in zip(before, again, strict=True))
+    assert not second.alone
+    ended = []
+    core = SimpleNamespace(shutdown=lambda: ended.append("engine"))
+    second.llm, second.alone = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)), True
+    second.close()
+    assert ended == ["engine"]
+
+
 def test_a_served_probe_gives_the_values_of_its_training(tmp_path, tiny_dir, model):
     pytest.importorskip("sklearn")
     data = tmp_path / "data.jsonl"
@@ -107,3 +127,8 @@ def test_a_served_probe_gives_the_values_of_its_training(tmp_path, tiny_dir, mod
     served = [float(o.hook.observed["logit"].values) for o in outputs]
     assert len(served) == len(rows)
     assert served == pytest.approx(built.logits, abs=1e-4)
+    scores = [o.hook.scores["label"] for o in outputs]
+    trained = [1 / (1 + math.exp(-logit)) for logit in built.logits]
+    assert [s.value for s in scores] == pytest.approx(trained, abs=1e-4)
+    assert [s.flagged for s in scores] == [logit > 0 for logit in built.logits]
+    assert len({s.flagged for s in scores}) == 2

@@ -188,6 +188,8 @@ def test_held_out_data_must_be_other_data(tmp_path):
 class CharTokenizer:
     """One character a token; ``trim``: a template that strips contents, as many do."""
 
+    is_fast, chat_template = True, "in apply_chat_template"
+
     def __init__(self, trim=False):
         self.trim = trim
 
@@ -213,6 +215,22 @@ def test_rerank_spans_are_the_documents_and_the_query(trim):
     text = "".join(map(chr, prompt.ids))
     assert text.index("[document 1] third\n\n[document 2] first text\n\n[document 3] second\n\nPlease") > 0
     assert prompt.where == "d.jsonl, line 7"
+
+
+def test_a_rerank_prompt_that_a_template_rewrites_is_refused_with_the_line():
+    class Shouting(CharTokenizer):
+        def apply_chat_template(self, messages, **kwargs):
+            return super().apply_chat_template(messages, **kwargs).upper()
+
+    class Refusing(CharTokenizer):
+        def apply_chat_template(self, messages, **kwargs):
+            raise RuntimeError("no user turns")
+
+    query = records.Query(7, "q", "Who?", ("first text", "second"), (2, 0))
+    with pytest.raises(SpanError, match=r"d.jsonl, line 7: the chat template rewrites"):
+        prompts.rerank_prompt(Shouting(), query, [0, 1], "d.jsonl")
+    with pytest.raises(HookError, match=r"d.jsonl, line 7: the chat template refuses .* no user turns"):
+        prompts.rerank_prompt(Refusing(), query, [0, 1], "d.jsonl")
 
 
 def test_the_order_of_documents_depends_on_seed_and_query():

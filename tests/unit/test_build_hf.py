@@ -9,8 +9,12 @@ import yaml
 from typer.testing import CliRunner
 
 from vllm_hook import cli
+from vllm_hook.build import vector
 from vllm_hook.build.artifact import read_provenance
 from vllm_hook.build.on_hf import HfBackend
+from vllm_hook.build.sweep import MOST_GROWTH
+from vllm_hook.demo.rerank import unseen
+from vllm_hook.errors import HookError
 from vllm_hook.runtime.loading import load_program
 from vllm_hook.sites import ModelFacts
 from vllm_hook.tensors import read_tensors
@@ -242,3 +246,56 @@ def test_rerank_heads_by_their_own_ndcg(build, tmp_path):
     made = read_provenance(tmp_path / "made.yaml")
     assert "own nDCG@10" in made["method"]
     assert len(made["scores"]) == 2
+
+
+def test_the_demo_knows_which_queries_chose_no_heads(build, tmp_path):
+    """And claims none for other data, for given heads, and for heads that were measured on other data."""
+    assert build("rerank-heads", "made.yaml", "--share", 0.4).exit_code == 0
+    data, made = tmp_path / "data.jsonl", tmp_path / "made.yaml"
+    held = unseen(made, data)
+    assert len(held) == len(QUERIES) - read_provenance(made)["options"]["queries"] > 1
+    assert build("rerank-heads", "same.yaml", "--share", 0.4, "--seed", 1).exit_code == 0
+    assert len(unseen(tmp_path / "same.yaml", data)) == len(held)
+    assert unseen(tmp_path / "same.yaml", data) != held
+    assert unseen("1-2", data) == unseen([(1, 2)], data) == unseen(made, None) == []
+    (tmp_path / "other.jsonl").write_text(json.dumps({**QUERIES[0], "query": "Which one?"}))
+    assert build("rerank-heads", "held.yaml", "--held-out", "other.jsonl").exit_code == 0
+    assert unseen(tmp_path / "held.yaml", data) == []
+
+
+def test_what_was_opened_is_closed_also_when_a_build_fails(build, monkeypatch):
+    closed = []
+    monkeypatch.setattr(HfBackend, "close", lambda self: closed.append(self))
+    for command in COMMANDS:
+        assert build(command, f"{command}.yaml").exit_code == 0
+    assert len(closed) == len(COMMANDS)
+
+    def broken(self, *rest):
+        raise HookError("no memory")
+
+    monkeypatch.setattr(HfBackend, "states", broken)
+    assert build("probe", "broken.yaml").exit_code == 1
+    assert len(closed) == len(COMMANDS) + 1
+
+
+def test_a_sweep_tries_all_layers_once_and_the_best_at_all_strengths(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(vector, "CLOSER", 1)
+    options = ["--tokens", "4", "--held", "3", "--shows", "."]
+    rows = COMMANDS["vector"][0]
+    monkeypatch.setitem(COMMANDS, "vector", (rows, options))
+    result = build("vector", "made.yaml")
+    assert result.exit_code == 0, result.output
+    made = read_provenance(tmp_path / "made.yaml")
+    tried = {
+        layer: {k for k in figures if k != "separation_auroc"} for layer, figures in made["layers"].items()
+    }
+    assert sorted(tried) == [1, 2, 3]  # of four layers, those in the middle
+    every = {f"add {s:g}" for s in vector.STRENGTHS["add"]}
+    assert sorted(map(len, tried.values())) == [1, 1, len(every)]
+    assert all("add 1" in seen for seen in tried.values())
+    (closer,) = (layer for layer, seen in tried.items() if seen == every)
+    usual = {layer: figures["add 1"] for layer, figures in made["layers"].items()}
+    worth = {
+        i: f["score"] - max(f["perplexity"] / MOST_GROWTH - 1, 0) - f["repetition"] for i, f in usual.items()
+    }
+    assert worth[closer] >= max(worth.values()) - 0.01

@@ -28,6 +28,7 @@ CONFIGS = {
     },
     "smollm2-injection-guard": {**LLAMA, **SMOL},
     "smollm2-list": {**LLAMA, **SMOL},
+    "smollm2-rerank": {**LLAMA, **SMOL},
     "smollm2-capitals": {**LLAMA, **SMOL},
 }
 #: Published heads, typed a second time: [layer, head].

@@ -1,5 +1,6 @@
 """The reranking demo's figures by hand, its data, its tables and files."""
 
+import dataclasses
 import io
 import json
 import math
@@ -103,9 +104,24 @@ def test_tables_and_files(data, tmp_path):
     assert "300" in text  # ms, the median
     assert "0.50" in text
     assert "Hugging Face" not in text
+    assert "chose no heads" not in text
+    held = dataclasses.replace(outcome, unseen=[0, 2])
+    console.print(demo.quality_table(records, held, [(8, 3)]))
+    assert "the 2 that" in out.getvalue()
+    assert "0.600" in out.getvalue()  # all heads on the two
+    held_report = json.loads(demo.write(tmp_path / "held", records, held, [(8, 3)])[1].read_text())
+    assert held_report["unseen"]["queries"] == [0, 2]
+    assert held_report["unseen"]["ndcg"][demo.ALL][0] == pytest.approx(0.6)
     picture, report = demo.write(tmp_path / "out", records, outcome, [(8, 3)])
     assert picture.read_bytes().startswith(b"\x89PNG")
     read = json.loads(report.read_text())
     assert read["ndcg"][demo.CHOSEN]["mean"] == pytest.approx(0.9)
     assert read["queries"][1]["ndcg"] == {demo.CHOSEN: 0.9, demo.ALL: 0.6, demo.BM25: 0.2}
     assert read["seconds"][demo.WHOLE] == 0.3
+
+
+def test_heads_ship_with_the_queries_that_did_not_choose_them():
+    assert demo._chosen(None) == [(18, 6)]
+    held = demo.unseen(demo.shipped_heads(), None)
+    assert len(held) == 18  # of 60; a changed data file would make it none
+    assert demo.read_records(None)[held[0]].query

@@ -1,7 +1,10 @@
 """The steering demo: its rules on fixed strings, its questions, its shipped program, its figures."""
 
 import io
+import itertools
+import json
 import math
+import re
 
 import pytest
 import torch
@@ -9,8 +12,9 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from vllm_hook import show
+from vllm_hook.build.records import read_pairs, refuse_overlap
 from vllm_hook.build.sweep import Answer, repetition
-from vllm_hook.demo import steer, steer_build
+from vllm_hook.demo import steer, steer_build, steer_table
 from vllm_hook.demo.behaviours import BEHAVIOURS, is_capitals, is_french, is_list, is_short
 from vllm_hook.errors import HookError
 from vllm_hook.runtime.loading import load_program
@@ -196,3 +200,69 @@ def test_a_sweep_needs_one_value_a_strength():
 def test_an_unknown_behaviour_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(HookError, match="list, capitals, french, short"):
         steer.run_demo(tmp_path, "shouting")
+
+
+# -- the table of behaviours and methods --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["capitals", "french"])
+def test_pairs_by_example_can_be_built_from_and_differ_in_the_behaviour(tmp_path, name):
+    behaviour = BEHAVIOURS[name]
+    pairs, _ = read_pairs(steer_table.example_file(behaviour, tmp_path))
+    held, _ = read_pairs(steer_table.tune_file(behaviour, tmp_path))
+    refuse_overlap(pairs, held, tmp_path)
+    assert (len(pairs), len(held)) == (36, 10)
+    for pair in pairs:
+        for side, shows in ((pair.with_, True), (pair.without, False)):
+            assert [role for role, _ in side][:5] == ["user", "assistant", "user", "assistant", "user"]
+            assert all(behaviour.shows(text) is shows for role, text in side[:4] if role == "assistant")
+        assert [t for r, t in pair.with_ if r == "user"] == [t for r, t in pair.without if r == "user"]
+    assert all(
+        with_.startswith(without) for with_, without in ((p.with_[0][1], p.without[0][1]) for p in held)
+    )
+
+
+def test_questions_that_choose_a_setting_are_in_no_pair(tmp_path):
+    makers = (steer_table.instruction_file, steer_table.bare_file)
+    for name, make in itertools.product(steer_table.SHOWS, makers):
+        pairs, _ = read_pairs(make(BEHAVIOURS[name], tmp_path))
+        held, _ = read_pairs(steer_table.tune_file(BEHAVIOURS[name], tmp_path))
+        questions = {p.without[0][1] for p in held}
+        assert questions == {r["question"] for r in steer.read_questions("tune")}
+        assert len(pairs) == 36
+        assert not [p for p in pairs if any(q in text for q in questions for _, text in p.with_)]
+
+
+@pytest.mark.parametrize("name", steer_table.SHOWS)
+def test_what_a_sweep_looks_for_is_near_the_rule(name):
+    """The regular expressions of the sweep against the rules that measure, on answers of all kinds."""
+    pattern, behaviour = re.compile(steer_table.SHOWS[name], re.MULTILINE), BEHAVIOURS[name]
+    records = steer.read_questions("pairs")
+    texts = [t for r in records for t in (r["answer"], r["french"], r["answer"].upper())]
+    texts += [f"Here you are:\n1. {r['answer']}" for r in records]
+    same = [bool(pattern.search(t)) == behaviour.shows(t) for t in texts]
+    assert sum(behaviour.shows(t) for t in texts) >= len(records)
+    assert sum(same) >= 0.95 * len(same)
+
+
+def test_the_table_counts_answers(tmp_path):
+    file, clamp = steer.program_file("capitals"), tmp_path / "clamp.yaml"
+    edit = {"site": "resid_post", "layers": [7], "method": "clamp", "vector": "v.safetensors", "target": 2.5}
+    clamp.write_text(json.dumps({"schema": 1, "name": "c", "intervene": {"steer": edit}}))
+    usual = tmp_path / "usual.yaml"  # a strength of 1 is the default, and not written out by all
+    add = {**edit, "method": "add"}
+    usual.write_text(
+        json.dumps({"schema": 1, "name": "u", "intervene": {"steer": {k: add[k] for k in list(add)[:4]}}})
+    )
+    rows = [
+        steer_table.Row("capitals", "examples", "clamp", clamp),
+        steer_table.Row("capitals", "examples", "add", usual),
+        steer_table.Row("capitals", "ships", "add", file),
+        steer_table.Row("french", "examples", "clamp", None, "no setting"),
+    ]
+    text = steer_table.table(rows, PLAIN.answers, dict.fromkeys((file, clamp, usual), LOUD.answers))
+    assert "| capitals | examples | clamp | 7 | 2.5 | 0 -> 1 |" in text
+    assert "| capitals | examples | add | 7 | 1 | 0 -> 1 |" in text
+    assert "| capitals | ships | add | 24 | 0.6 | 0 -> 1 | 1.50 | 0.00 |" in text
+    assert "| french | examples | clamp | none |" in text
+    assert text.endswith("french, examples, clamp: no setting")

@@ -57,6 +57,10 @@ class Backend(Protocol):
         """Mean log-probability of a token of each answer, in nats, with the edit."""
         ...
 
+    def close(self) -> None:
+        """Give back what it holds; it is not used again."""
+        ...
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -69,7 +73,8 @@ class Needs:
 
 
 class Lazy:
-    """Opens the backend when something has to be measured: a finished capture needs no engine."""
+    """Opens the backend when something has to be measured: a finished capture needs no engine. At the end
+    of a ``with`` what was opened is closed."""
 
     def __init__(self, opener: Callable[[], Backend]) -> None:
         self._opener = opener
@@ -79,6 +84,14 @@ class Lazy:
         if self._open is None:
             self._open = self._opener()
         return self._open
+
+    def __enter__(self) -> Lazy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
 
 
 def opener(name: str, model: Model, needs: Needs, dtype: str = "auto") -> Callable[[], Backend]:

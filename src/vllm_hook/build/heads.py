@@ -217,14 +217,9 @@ def build_heads(
     prompts = [tracker_prompt(tokenizer, r, str(f)) for r, f in zip(records, files, strict=True)]
     longest = check_lengths(prompts, job.model.length, room=1)
     work = job.work("heads", sources, split=[share, seed] if held_out is None else None)
-    backend = job.open(Needs(masses=True, longest=longest))
-    masses = work.tensors(
-        "attention",
-        prompts,
-        CHUNK,
-        lambda piece: backend().masses(piece),
-        f"attention of {len(prompts)} prompts",
-    )
+    title = f"attention of {len(prompts)} prompts"
+    with job.open(Needs(masses=True, longest=longest)) as backend:
+        masses = work.tensors("attention", prompts, CHUNK, lambda p: backend().masses(p), title)
     shares = focus(torch.stack(masses))
     n = len(finding)
     guard = build_guard([r.style for r in finding], shares[:n], [r.style for r in held], shares[n:], k, top)

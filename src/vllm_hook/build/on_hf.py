@@ -81,6 +81,9 @@ class HfBackend:
             values.append(float(logits.float().log_softmax(-1).gather(1, wanted[:, None]).mean()))
         return values
 
+    def close(self) -> None:
+        """Nothing runs on."""
+
     def _forward(self, ids: Sequence[int], **more: Any) -> Any:
         with torch.inference_mode():
             return self.net(torch.tensor([list(ids)], device=self.device), use_cache=False, **more)

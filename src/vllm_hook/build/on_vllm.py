@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from vllm import SamplingParams
@@ -49,6 +50,8 @@ class VllmBackend:
         if needs.edits:
             arm = {"resid_post": {"layers": "all", "rows": "last"}}
         self.facts = model.facts
+        # An engine that runs in this process already shares its process groups with ours.
+        self.alone = not torch.distributed.is_initialized()
         self.llm = HookLLM(
             model.path,
             programs=programs,
@@ -102,6 +105,11 @@ class VllmBackend:
                 return [-n for n in negative_log_likelihoods(self.llm, ids, answers, hooks)]
             finally:
                 self.llm.unload_program(SCORE)
+
+    def close(self) -> None:
+        """Shut the engine down, unless that would end the process groups of another engine."""
+        if self.alone:
+            self.llm.llm_engine.engine_core.shutdown()
 
 
 def _edit_program(name: str, edit: Edit, positions: list[Any], folder: str) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from .work import progress
 PENALTIES = (0.001, 0.01, 0.1, 1.0)
 FOLDS = 5
 RESAMPLES = 2000
+#: Name of the program's score.
+SCORE = "label"
 Array = NDArray[np.float64]
 
 
@@ -48,7 +50,7 @@ class BuiltProbe:
 
 
 TITLE = """\
-A linear probe on the residual stream at the last prompt token; the logit is above 0 for label 1."""
+A linear probe on the residual stream at the last prompt token; the score is the probability of label 1."""
 
 
 def build_probe(
@@ -85,9 +87,10 @@ def build_probe(
     longest = check_lengths(prompts, job.model.length, room=1)
     work = job.work("probe", sources, split=[share, seed] if held_out is None else None)
     rows: Rows = "last"
-    backend = job.open(Needs(states=rows, longest=longest))
     title = f"states of {len(prompts)} prompts"
-    states = torch.stack(work.tensors("states", prompts, CHUNK, lambda p: backend().states(p, rows), title))
+    with job.open(Needs(states=rows, longest=longest)) as backend:
+        found = work.tensors("states", prompts, CHUNK, lambda p: backend().states(p, rows), title)
+    states = torch.stack(found)
     n = len(train)
     cv: dict[int, Validated] = {}
     with progress(f"cross-validation of {len(tried)} layers", len(tried), job.console) as step:
@@ -232,4 +235,8 @@ def _program(job: Job, layer: int) -> dict[str, Any]:
         "positions": "last_prompt",
         "reduce": {"probe": job.output.tensors.name},
     }
-    return {**job.program("layers", "hidden"), "observe": {"logit": observed}}
+    return {
+        **job.program("layers", "hidden"),
+        "observe": {"logit": observed},
+        "analyze": {SCORE: {"analyzer": "linear_probe", "observe": "logit", "options": {"threshold": 0.5}}},
+    }

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import HookError, SpanError
+from ..rerank import make_prompt
 from .records import DATA_MARK, Injection, Labelled, Messages, Pair, Query
 
 Range = tuple[int, int]
-RERANK_START = " Here are some paragraphs:\n\n"
-RERANK_ASK = (
-    "Please find information that are relevant to the following query in the paragraphs above.\n\nQuery: "
-)
 
 
 @dataclass(frozen=True)
@@ -75,34 +72,18 @@ def chat_prompt(tokenizer: Any, messages: Messages, where: str) -> Prompt:
 
 
 def rerank_prompt(tokenizer: Any, record: Query, order: Sequence[int], name: str = "data") -> Prompt:
-    """All documents, in ``order``, and the query (CoRe, arXiv 2510.02219), as the user's turn.
+    """All documents, in ``order``, and the query, as :func:`vllm_hook.rerank.make_prompt` has them.
 
     Rows: the query with the sentence that asks for it. Keys: the documents in the record's own order,
     each without its marker.
     """
     at = where(name, record)
-    body, chars = RERANK_START, {}
-    for number, i in enumerate(order, 1):
-        body += f"[document {number}] "
-        chars[i] = (len(body), len(body) + len(record.documents[i]))
-        body += record.documents[i] + "\n\n"
-    asked = (len(body), len(body) + len(RERANK_ASK) + len(record.query))
-    body += RERANK_ASK + record.query
-    text = _template(tokenizer, (("user", body),), at)
-    start = text.find(body)
-    if start < 0:  # many templates trim the content; spans inside are where they were
-        trimmed = body.strip()
-        start = text.find(trimmed) - (len(body) - len(body.lstrip()))
-        if trimmed not in text:
-            raise SpanError(f"{at}: the chat template changes the message; its spans cannot be located")
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    offsets = encoded["offset_mapping"]
-
-    def tokens(pair: Range) -> Range:
-        return _range(_overlapping(offsets, start + pair[0], start + pair[1]))
-
-    keys = tuple(tokens(chars[i]) for i in range(len(record.documents)))
-    return Prompt(tuple(encoded["input_ids"]), at, tokens(asked), keys)
+    try:
+        made = make_prompt(tokenizer, record.query, [record.documents[i] for i in order])
+    except HookError as error:
+        raise type(error)(f"{at}: {error}") from None
+    spans = dict(zip(order, made.documents, strict=True))
+    return Prompt(tuple(made.ids), at, made.query, tuple(spans[i] for i in range(len(order))))
 
 
 def document_order(record: Query, seed: int) -> list[int]:

@@ -139,9 +139,9 @@ def build_rerank_heads(
     ]
     longest = check_lengths(prompts, job.model.length, room=1)
     work = job.work("rerank-heads", sources, split=share if held_out is None else None, seed=seed)
-    backend = job.open(Needs(masses=True, longest=longest))
     title = f"attention of {len(prompts)} queries"
-    masses = work.tensors("attention", prompts, 4, lambda piece: backend().masses(piece), title)
+    with job.open(Needs(masses=True, longest=longest)) as backend:
+        masses = work.tensors("attention", prompts, 4, lambda p: backend().masses(p), title)
     found, measured = masses[: len(finding)], masses[len(finding) :]
     core, own = choose(found, finding, temperature)
     heads = top_heads(core if method == "core" else own, top)
@@ -153,6 +153,8 @@ def build_rerank_heads(
     }
     result = RerankHeads(heads, core, own, temperature, figures)
     options = {"top": top, "temperature": temperature, "seed": seed, "queries": len(finding)}
+    if held_out is None:
+        options["share"] = share
     publish(job.output, TITLE, _provenance(job, sources, result, method, options), _program(job, heads))
     work.done()
     return result

@@ -8,7 +8,7 @@ resid_post; position 0 is left out. Shapes: N pairs, L layers, d width.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,13 +37,15 @@ DIRECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 #: Tried at each layer: add, in lengths of the difference of means; clamp, shares of the way to p.
 STRENGTHS: dict[str, tuple[float, ...]] = {"add": (0.5, 0.75, 1.0, 1.25), "clamp": (1.0,)}
-#: Layers of a sweep, evenly spaced over this part of the model, where steering has been found to work.
-SWEPT, PART = 6, (0.35, 0.85)
+#: The part of the model where steering has been found to work, and at most so many layers of it, evenly
+#: spaced, are tried at one strength; the other strengths at so many of the best of them.
+PART, SWEPT, CLOSER = (0.35, 0.85), 18, 3
 
 
 @dataclass(frozen=True)
 class VectorOptions:
-    """``layers`` None: six in the middle. ``strengths`` None: :data:`STRENGTHS`. ``shows``: a regular
+    """``layers``: each is tried at all strengths; None: those in the middle at one strength, the best of them
+    at all. ``strengths`` None: :data:`STRENGTHS`. ``shows``: a regular
     expression; its share of answers is the score of a setting, else how much of the likelihood of the
     answers to the prompts *with* is recovered. ``held``: pairs kept for the sweep."""
 
@@ -100,20 +102,21 @@ def build_vector(
     longest = check_lengths(prompts, job.model.length, room=options.tokens + 1) + options.tokens
     made_with = {**asdict(options), "layers": layers, "held_out": held_out is not None}
     work = job.work("vector", sources, **made_with)
-    backend = job.open(Needs(states=options.rows, edits=True, longest=longest))
     title = f"states of {len(prompts)} prompts"
-    found = work.tensors("states", prompts, CHUNK, lambda p: backend().states(p, options.rows), title)
-    with_, without = torch.stack(found[::2]), torch.stack(found[1::2])  # [N, L, d]
-    n = len(pairs)
-    vectors = {i: make_vector(options.direction, with_[:n, i], without[:n, i]) for i in layers}
-    separation = {
-        i: auroc(
-            (without[n:, i].double() @ v.double()).tolist(), (with_[n:, i].double() @ v.double()).tolist()
-        )
-        for i, v in vectors.items()
-    }
-    edits = [e for i in layers for e in _edits(options, i, vectors[i], with_[:n, i], without[:n, i])]
-    plain, tried = _sweep(job, work, backend, options, edits, prompts[2 * n :])
+    with job.open(Needs(states=options.rows, edits=True, longest=longest)) as backend:
+        found = work.tensors("states", prompts, CHUNK, lambda p: backend().states(p, options.rows), title)
+        with_, without = torch.stack(found[::2]), torch.stack(found[1::2])  # [N, L, d]
+        n = len(pairs)
+        vectors = {i: make_vector(options.direction, with_[:n, i], without[:n, i]) for i in layers}
+        separation = {
+            i: auroc(
+                (without[n:, i].double() @ v.double()).tolist(), (with_[n:, i].double() @ v.double()).tolist()
+            )
+            for i, v in vectors.items()
+        }
+        edits = {i: _edits(options, i, vectors[i], with_[:n, i], without[:n, i]) for i in layers}
+        plain, settings = _sweep(job, work, backend, options, edits, prompts[2 * n :])
+    tried = [t for _, t in settings]
     chosen = best(tried)
     if not chosen.fits or chosen.rate <= 0:
         raise HookError(
@@ -121,7 +124,7 @@ def build_vector(
             f"the best has score {chosen.rate:.2f}, perplexity x {chosen.growth:.2f}, repetition "
             f"{chosen.repetition:.2f} (layer {chosen.layer}); try other layers, strengths or pairs"
         )
-    edit = next(e for e, t in zip(edits, tried, strict=True) if t is chosen)
+    edit = next(e for e, t in settings if t is chosen)
     result = BuiltVector(edit.layer, edit.vector, edit.value, tried, chosen, plain, separation)
     shares = (without[:n, edit.layer].norm(dim=-1).mean(), edit.vector.norm())
     extra = {
@@ -156,7 +159,8 @@ def _check(job: Job, options: VectorOptions) -> list[int]:
         raise HookError(f"{options.shows!r} is not a regular expression: {error}") from None
     if options.layers is None:
         first, last = (round(part * (count - 1)) for part in PART)
-        return sorted({first + round(i * (last - first) / (SWEPT - 1)) for i in range(SWEPT)})
+        steps = min(SWEPT, last - first + 1) - 1
+        return sorted({first + round(i * (last - first) / max(steps, 1)) for i in range(steps + 1)})
     if bad := [i for i in options.layers if not 0 <= i < count]:
         raise HookError(f"layer {bad[0]} does not exist: the model has layers 0 to {count - 1}")
     return sorted(set(options.layers))
@@ -187,10 +191,13 @@ def _sweep(
     work: Work,
     backend: Callable[[], Backend],
     options: VectorOptions,
-    edits: Sequence[Edit],
+    edits: Mapping[int, Sequence[Edit]],
     held: Sequence[Prompt],
-) -> tuple[float, list[Tried]]:
-    """The score without an edit, and every setting on the held-out pairs (with and without in turn)."""
+) -> tuple[float, list[tuple[Edit, Tried]]]:
+    """The score without an edit, and settings on the held-out pairs (with and without in turn).
+
+    ``edits``: by layer, one a strength.
+    """
     with_, without = list(held[::2]), list(held[1::2])
 
     def plain() -> dict[str, Any]:
@@ -213,17 +220,29 @@ def _sweep(
         pattern = re.compile(options.shows, re.MULTILINE)
         return after.share(lambda text, _ended: pattern.search(text) is not None)
 
-    tried = []
-    with progress(f"{len(edits)} settings on {len(with_)} pairs", len(edits), job.console) as step:
+    def attempt(layer: int, strength: int) -> None:
+        edit = edits[layer][strength]
+        seen = work.value(f"setting-{layer:03d}-{strength}", partial(steered, edit))
+        after = _outcome(edit.value, seen["answers"])
+        figures = rate(seen["scores"], after), after.growth(before), after.repetition()
+        found[layer, strength] = edit, Tried(layer, after, *figures)
+        step(1)
+
+    strengths = options.strengths or STRENGTHS[options.method]
+    usual = min(range(len(strengths)), key=lambda i: abs(strengths[i] - 1))
+    closer = len(edits) if options.layers is not None else min(CLOSER, len(edits))
+    count = len(edits) + closer * (len(strengths) - 1)
+    found: dict[tuple[int, int], tuple[Edit, Tried]] = {}
+    with progress(f"{count} settings on {len(with_)} pairs", count, job.console) as step:
         known = work.value("plain", plain)
         before = _outcome(0.0, known["answers"])
-        for number, edit in enumerate(edits):
-            seen = work.value(f"setting-{number:03d}", partial(steered, edit))
-            after = _outcome(edit.value, seen["answers"])
-            figures = rate(seen["scores"], after), after.growth(before), after.repetition()
-            tried.append(Tried(edit.layer, after, *figures))
-            step(1)
-    return rate(known["base"], before), tried
+        for layer in edits:
+            attempt(layer, usual)
+        ranked = sorted(edits, key=lambda layer: found[layer, usual][1].worth, reverse=True)
+        for layer in ranked[:closer]:
+            for strength in set(range(len(strengths))) - {usual}:
+                attempt(layer, strength)
+    return rate(known["base"], before), [found[key] for key in sorted(found)]
 
 
 def _outcome(strength: float, answers: Sequence[dict[str, Any]]) -> Outcome:

@@ -24,7 +24,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import environment, saved
-from ..build.heads import hide_broken_torchvision
+from ..build.artifact import read_provenance
+from ..build.heads import hide_broken_torchvision, packaged
+from ..build.records import read_queries, split
 from ..errors import HookError
 from ..rerank import Head, Ranked, engine, read_heads, rerank, rerank_many
 from ..show import interval_figure
@@ -54,11 +56,13 @@ class Record:
 @dataclass
 class Outcome:
     """Of each query: nDCG by method, seconds by way of running it, scores of the chosen heads in the order of
-    its documents. And how far scores of the other ways are from these."""
+    its documents. ``unseen``: indexes of the queries that had no part in choosing the heads, where only some
+    had. And how far scores of the other ways are from these."""
 
     ndcg: dict[str, list[float]] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     scores: list[list[float]] = field(default_factory=list)
+    unseen: list[int] = field(default_factory=list)
     short_difference: float = 0.0
     hf_difference: float | None = None
 
@@ -91,6 +95,24 @@ def _record(line: str, where: str, chance: random.Random) -> Record:
         raise HookError(f"{where}: no document has a grade above 0, so nothing can be ranked well")
     chance.shuffle(documents)
     return Record(query, [text for text, _ in documents], [grade for _, grade in documents])
+
+
+def unseen(heads: Any, data: Path | None) -> list[int]:
+    """Indexes of the queries of ``data`` that ``vllm-hook build rerank-heads`` held out when it found these
+    heads in the same file; none if it did not, or if the program does not say."""
+    file = data or packaged("rerank.jsonl")
+    if not isinstance(heads, (str, Path)) or not Path(heads).is_file():
+        return []
+    try:
+        made = read_provenance(Path(heads))
+        queries, source = read_queries(file)
+    except HookError:
+        return []
+    share = made.get("options", {}).get("share")
+    if share is None or made["data"]["found_on"]["sha256"] != source.digest:
+        return []
+    _, held = split(queries, share, made["options"]["seed"])
+    return [queries.index(query) for query in held]
 
 
 # -- figures of merit -----------------------------------------------------------------------------
@@ -151,6 +173,7 @@ def run_demo(
     model = smollm2()
     hide_broken_torchvision()
     outcome = measure(model, records, chosen, console)
+    outcome.unseen = unseen(shipped_heads() if heads is None else heads, data)
     if hugging_face:
         with console.status(f"Hugging Face on {min(HF_QUERIES, len(records))} of the queries, for scale"):
             _against_hugging_face(model, records[:HF_QUERIES], chosen, outcome)
@@ -258,8 +281,10 @@ def _against_hugging_face(
 # -- tables and picture ---------------------------------------------------------------------------
 
 
-def _quality(outcome: Outcome) -> list[tuple[str, float, float, float]]:
-    return [(name, statistics.fmean(v), *interval(v)) for name, v in outcome.ndcg.items()]
+def _quality(outcome: Outcome, only: Sequence[int] = ()) -> list[tuple[str, float, float, float]]:
+    """(method, mean, interval), over all queries or ``only`` some."""
+    kept = {name: [v[i] for i in only] or v for name, v in outcome.ndcg.items()}
+    return [(name, statistics.fmean(v), *interval(v)) for name, v in kept.items()]
 
 
 def quality_table(records: Sequence[Record], outcome: Outcome, heads: Sequence[Head]) -> Table:
@@ -274,9 +299,18 @@ def quality_table(records: Sequence[Record], outcome: Outcome, heads: Sequence[H
     table.add_column("method")
     table.add_column(f"nDCG@{CUT}", justify="right")
     table.add_column("95 % of resampled queries", justify="right")
-    for name, mean, low, high in _quality(outcome):
-        table.add_row(name, f"{mean:.3f}", f"{low:.3f} to {high:.3f}")
+    held = _quality(outcome, outcome.unseen) if outcome.unseen else []
+    if held:
+        table.add_column(f"the {len(outcome.unseen)} that chose no heads", justify="right")
+        table.add_column("95 %", justify="right")
+    for i, (name, *figures) in enumerate(_quality(outcome)):
+        table.add_row(name, *_cells(figures), *(_cells(held[i][1:]) if held else ()))
     return table
+
+
+def _cells(figures: Sequence[float]) -> tuple[str, str]:
+    mean, low, high = figures
+    return f"{mean:.3f}", f"{low:.3f} to {high:.3f}"
 
 
 def cost_table(outcome: Outcome) -> Table:
@@ -310,6 +344,12 @@ def write(out: Path, records: Sequence[Record], outcome: Outcome, heads: Sequenc
         "heads": [list(h) for h in heads],
         "ndcg": {
             name: {"mean": mean, "interval": [low, high]} for name, mean, low, high in _quality(outcome)
+        },
+        "unseen": {
+            "queries": outcome.unseen,
+            "ndcg": {name: [mean, low, high] for name, mean, low, high in _quality(outcome, outcome.unseen)}
+            if outcome.unseen
+            else {},
         },
         "seconds": {name: statistics.median(v) for name, v in outcome.seconds.items()},
         "short_difference": outcome.short_difference,

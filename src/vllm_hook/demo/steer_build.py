@@ -25,7 +25,7 @@ from .. import environment
 from ..build.sweep import PENALTY, Tried, best
 from ..build.vectors import mean_difference
 from ..errors import HookError
-from .behaviours import BEHAVIOURS, Behaviour
+from .behaviours import BEHAVIOURS, Behaviour, Record
 from .steer import EDIT, TOKENS, Asker, read_questions
 
 #: Tried at each layer, in lengths of the vector.
@@ -78,12 +78,20 @@ def contrast(asker: Asker, behaviour: Behaviour) -> tuple[torch.Tensor, torch.Te
             with_.append(asker.prompt(f"{question} {behaviour.instruction}"))
             without.append(asker.prompt(question))
             continue
-        shots = [records[(i + step) % len(records)] for step in (7, 13)]
         for side, prompts in enumerate((with_, without)):
-            examples = [(shot["question"], behaviour.answers(shot)[side]) for shot in shots]
-            begun = _cut(behaviour.answers(record)[side], CUTS[i % len(CUTS)])
-            prompts.append(asker.prompt(question, begun, examples))
+            prompts.append(asker.prompt(question, *by_example(behaviour, records, i, side)))
     return _states(asker, with_), _states(asker, without)
+
+
+def by_example(
+    behaviour: Behaviour, records: Sequence[Record], i: int, side: int
+) -> tuple[str, list[tuple[str, str]]]:
+    """Of question ``i`` the answer as it was begun, and two (question, answer) that come before; with the
+    behaviour (``side`` 0) or without."""
+    assert behaviour.answers is not None
+    shots = [records[(i + step) % len(records)] for step in (7, 13)]
+    examples = [(shot["question"], behaviour.answers(shot)[side]) for shot in shots]
+    return _cut(behaviour.answers(records[i])[side], CUTS[i % len(CUTS)]), examples
 
 
 def _cut(text: str, share: float) -> str:

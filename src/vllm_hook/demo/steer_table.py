@@ -1,0 +1,197 @@
+"""``python -m vllm_hook.demo.steer_table``: what ``vllm-hook build vector`` makes does to held-out questions.
+
+Every behaviour by every method: the vector, its layer and its strength come from ``build_vector`` and its
+sweep, as the command line makes them; then 40 questions that none of this has seen are asked with and
+without. The programs that ship are measured beside them. Prints a Markdown table, that of docs/steering.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import environment
+from ..build.artifact import Output
+from ..build.heads import packaged
+from ..build.job import Job
+from ..build.model import open_model
+from ..build.sweep import Answer, Outcome
+from ..build.vector import VectorOptions, build_vector
+from ..errors import HookError
+from ..program.load import load
+from .behaviours import BEHAVIOURS, ITEM, Behaviour
+from .model import smollm2
+from .steer import TOKENS, Asker, program_file, read_questions
+from .steer_build import by_example
+
+METHODS = ("add", "clamp")
+#: Shares of the way to the target; the sweep's own default is the whole way only.
+CLAMPS = (0.75, 1.0, 1.5)
+#: What the sweep scores a setting by, on ten questions. The rules of ``behaviours`` measure afterwards.
+SHOWS = {
+    "list": ITEM.pattern,
+    "capitals": r"\A[^a-z]*[A-Z][^a-z]*\Z",
+    "french": r"(?is)(?:\b(?:le|la|les|des|une|est|et|dans|pour|que|qui|sont|du)\b.*?){3}",
+}
+INSTRUCTION, BARE, EXAMPLES, SHIPPED = "instruction", "bare", "examples", "ships"
+HEADER = ("behaviour", "pairs", "method", "layer", "value", "shows, of 40", "perplexity", "repetition")
+
+
+@dataclass(frozen=True)
+class Row:
+    """``file``: the program, None where no setting of the sweep was good enough; then ``why``."""
+
+    behaviour: str
+    pairs: str
+    method: str
+    file: Path | None
+    why: str = ""
+
+
+def instruction_file(behaviour: Behaviour, folder: Path) -> Path:
+    """The pairs that ship, without those of the questions that choose a setting."""
+    tune = [r["question"] for r in read_questions("tune")]
+    lines = packaged(f"contrast_{behaviour.name}.jsonl").read_text("utf-8").splitlines()
+    kept = [line for line in lines if not any(question in line for question in tune)]
+    return _write(folder / f"{behaviour.name}-instruction.jsonl", kept)
+
+
+def example_file(behaviour: Behaviour, folder: Path) -> Path:
+    """Pairs by example as ``build vector`` reads them: two answered questions, then one with its answer
+    begun, all with the behaviour or all without."""
+    records = read_questions("pairs")
+    lines = []
+    for i, record in enumerate(records):
+        sides = []
+        for side in (0, 1):
+            begun, examples = by_example(behaviour, records, i, side)
+            turns = [
+                {"role": role, "content": text}
+                for example in examples
+                for role, text in zip(("user", "assistant"), example, strict=True)
+            ]
+            turns.append({"role": "user", "content": record["question"]})
+            sides.append([*turns, *([{"role": "assistant", "content": begun}] if begun else [])])
+        lines.append(json.dumps({"with": sides[0], "without": sides[1]}, ensure_ascii=False))
+    return _write(folder / f"{behaviour.name}-examples.jsonl", lines)
+
+
+def bare_file(behaviour: Behaviour, folder: Path) -> Path:
+    """The questions with the instruction and with nothing, as the vectors that ship were made."""
+    return _bare(behaviour, "pairs", folder / f"{behaviour.name}-bare.jsonl")
+
+
+def tune_file(behaviour: Behaviour, folder: Path) -> Path:
+    """The ten questions that choose a setting: bare, as those that are steered later."""
+    return _bare(behaviour, "tune", folder / f"{behaviour.name}-tune.jsonl")
+
+
+def _bare(behaviour: Behaviour, part: str, path: Path) -> Path:
+    lines = [
+        json.dumps({"with": f"{r['question']} {behaviour.instruction}", "without": r["question"]})
+        for r in read_questions(part)
+    ]
+    return _write(path, lines)
+
+
+def _write(path: Path, lines: Sequence[str]) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def build(behaviour: Behaviour, pairs: str, method: str, folder: Path) -> Row:
+    """The program of one row, made unless it is there."""
+    file = folder / f"{behaviour.name}-{pairs}-{method}.yaml"
+    row = Row(behaviour.name, pairs, method, file)
+    if file.is_file():
+        return row
+    data = {INSTRUCTION: instruction_file, BARE: bare_file, EXAMPLES: example_file}[pairs](behaviour, folder)
+    held_out = tune_file(behaviour, folder)
+    model = open_model(str(smollm2()), "SmolLM2-135M-Instruct")
+    given: Any = {"method": method, "strengths": CLAMPS if method == "clamp" else None}
+    options = VectorOptions(**given, shows=SHOWS[behaviour.name])
+    try:
+        build_vector(Job(model, Output(file), dtype="float32"), data, options, held_out)
+    except HookError as error:
+        return Row(behaviour.name, pairs, method, None, str(error))
+    return row
+
+
+def measure(rows: Sequence[Row]) -> tuple[list[Answer], dict[Path, list[Answer]]]:
+    """Answers to the held-out questions without an edit, and with the program of each row."""
+    files = [row.file for row in rows if row.file is not None]
+    asker = Asker([str(file) for file in files])
+    questions = [r["question"] for r in read_questions("held_out")]
+    plain = asker.ask(questions, [False] * len(questions))
+    answers = {}
+    for file in files:
+        name = load(file).program.name
+        answers[file] = asker.ask(questions, [name] * len(questions), TOKENS)
+    return plain, answers
+
+
+def cells(row: Row, plain: Sequence[Answer], answers: Sequence[Answer]) -> tuple[str, ...]:
+    """A row of the table."""
+    assert row.file is not None
+    behaviour = BEHAVIOURS[row.behaviour]
+    edit: Any
+    (edit,) = load(row.file).program.intervene.values()
+    before, after = Outcome(0.0, list(plain)), Outcome(1.0, list(answers))
+    value = edit.strength if row.method == "add" else edit.target
+    return (
+        row.behaviour,
+        row.pairs,
+        row.method,
+        str(edit.layers[0]),
+        f"{value:.4g}",
+        f"{_count(before, behaviour)} -> {_count(after, behaviour)}",
+        f"{after.growth(before):.2f}",
+        f"{after.repetition():.2f}",
+    )
+
+
+def _count(outcome: Outcome, behaviour: Behaviour) -> int:
+    return round(outcome.share(behaviour.shown) * len(outcome.answers))
+
+
+def table(rows: Sequence[Row], plain: Sequence[Answer], answers: dict[Path, list[Answer]]) -> str:
+    """Markdown; below it why a row has no figures."""
+    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    notes = []
+    for row in rows:
+        if row.file is None:
+            missing = ("none", "", "", "", "")
+            lines.append("| " + " | ".join((row.behaviour, row.pairs, row.method, *missing)) + " |")
+            notes.append(f"{row.behaviour}, {row.pairs}, {row.method}: {row.why}")
+        else:
+            lines.append("| " + " | ".join(cells(row, plain, answers[row.file])) + " |")
+    return "\n".join([*lines, "", *notes])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line: build what is missing in ``--out``, measure all, print the table."""
+    parser = argparse.ArgumentParser(prog="vllm_hook.demo.steer_table", description=main.__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out/steering"), help="folder for the programs")
+    parser.add_argument("--behaviours", nargs="*", choices=list(SHOWS), default=list(SHOWS))
+    args = parser.parse_args(argv)
+    environment.for_engine()
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for name in args.behaviours:
+        behaviour = BEHAVIOURS[name]
+        # A model too small to follow an instruction follows examples.
+        for pairs in (EXAMPLES,) if behaviour.answers else (INSTRUCTION, BARE):
+            for method in METHODS:
+                rows.append(build(behaviour, pairs, method, args.out))
+                print(f"{name}, {pairs}, {method}: {rows[-1].why or 'built'}", flush=True)
+        if program_file(name).is_file():
+            rows.append(Row(name, SHIPPED, "add", program_file(name)))
+    print(table(rows, *measure(rows)))
+
+
+if __name__ == "__main__":
+    main()
