@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -162,8 +163,9 @@ def read_heads(source: Any) -> list[Head] | None:
     if source is None or source == "all":
         return None
     if isinstance(source, (str, Path)):
-        path = Path(source)
-        if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
+        pairs_only = re.fullmatch(r"\s*\d+-\d+\s*(,\s*\d+-\d+\s*)*", str(source))
+        suffix = Path(source).suffix
+        if not pairs_only and (suffix in (".yaml", ".yml", ".json") or Path(source).is_file()):
             return _heads_of_program(source)
         try:
             source = [tuple(map(int, pair.split("-"))) for pair in str(source).split(",")]
@@ -182,7 +184,10 @@ def _heads_of_program(source: str | Path) -> list[Head]:
 
     for observe in load(source).program.observe.values():
         if observe.site in ("attention", "attention_mass") and observe.heads:
-            return [(int(p[0]), int(p[1])) for p in observe.heads if isinstance(p, tuple)]
+            pairs = [(int(p[0]), int(p[1])) for p in observe.heads if isinstance(p, tuple)]
+            if not pairs or any(layer < 0 or head < 0 for layer, head in pairs):
+                raise HookError(f"{source}: heads have to be listed as [layer, head], counted from 0")
+            return pairs
     raise HookError(f"{source}: observes no attention of chosen heads")
 
 

@@ -26,7 +26,7 @@ FORMAT = "vllm-hook-unembedding/1"
 #: Tokens whose rows are held in float32 at a time.
 VOCABULARY_BLOCK = 16384
 #: These store the weight of their norms less 1.
-LESS_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text")
+LESS_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next")
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,9 @@ def extract(folder: str | Path, out: str | Path) -> Path:
         raise ProgramError(str(folder / "config.json"), f"cannot be read: {error}") from None
     config = {**config, **config.get("text_config", {})}
     names = _names(folder)
+    unknown = [key for key in ("logit_scale",) if config.get(key)] + [n for n in names if n == "lm_head.bias"]
+    if unknown:
+        raise ProgramError(str(folder), f"ends in a way that is not known here ({', '.join(unknown)})")
     norm = _one(folder, names, ("model.norm.weight", "model.final_layernorm.weight", "norm.weight"))
     head = None if config.get("tie_word_embeddings") else _find(names, ("lm_head.weight",))
     unembed = _one(folder, names, (head,) if head else ("embed_tokens.weight",))

@@ -49,9 +49,10 @@ def test_ndcg_by_hand():
     assert both.tolist() == pytest.approx([1.0, worst / ideal])
 
 
-def test_ties_keep_the_order_of_the_documents():
-    assert float(ndcg(torch.zeros(2), (1, 0))) == 1.0
-    assert float(ndcg(torch.zeros(2), (0, 1))) == pytest.approx(1 / math.log2(3))
+def test_ties_share_what_they_gain():
+    both = (1 + 1 / math.log2(3)) / 2
+    assert float(ndcg(torch.zeros(2), (1, 0))) == pytest.approx(both)
+    assert float(ndcg(torch.zeros(2), (0, 1))) == pytest.approx(both)
 
 
 def test_random_ndcg_is_the_mean_over_all_orders():

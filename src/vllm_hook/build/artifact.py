@@ -50,7 +50,9 @@ class Output:
     @property
     def name(self) -> str:
         """A program's name made from the file's."""
-        kept = "".join(c if c.isalnum() or c in "._-" else "-" for c in self.file.stem.lower())
+        kept = "".join(
+            c if (c.isascii() and c.isalnum()) or c in "._-" else "-" for c in self.file.stem.lower()
+        )
         return kept.strip("._-")[:64] or "program"
 
 
@@ -82,6 +84,7 @@ def publish(
         contiguous = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
         # One key only: the order of several is not fixed.
         metadata = {"provenance": json.dumps(dict(provenance), sort_keys=True)}
+        output.file.unlink(missing_ok=True)  # never an old program beside new tensors
         write_atomic(output.tensors, save(contiguous, metadata=metadata))
     write_atomic(output.file, text.encode("utf-8"))
     return output.file

@@ -157,6 +157,8 @@ def build_guard(
     def rows(keep: Sequence[bool]) -> torch.Tensor:
         return found[torch.tensor(keep)]
 
+    if not bool(torch.isfinite(found).all() and torch.isfinite(held).all()):
+        raise HookError("the attention of some prompts is not finite; build in float32")
     normal = [style.startswith("normal") for style in finding]
     attacked = [not n for n in normal]
     choice = select_heads(rows(normal), rows(attacked), k, top)
@@ -285,5 +287,5 @@ def packaged(name: str) -> Path:
 
 def read_records(path: Path | None, default: str) -> list[Record]:
     """Records of a JSONL file; without a path those of the demo's file ``default``."""
-    lines = (path or packaged(default)).read_text(encoding="utf-8").splitlines()
+    lines = (path or packaged(default)).read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines if line]

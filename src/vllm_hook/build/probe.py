@@ -203,6 +203,11 @@ def _need_sklearn() -> None:
 
 
 def _enough(train: Sequence[Labelled], held: Sequence[Labelled], path: Path) -> None:
+    for label in (0, 1):
+        if len({r.group or f"alone {i}" for i, r in enumerate(train) if r.label == label}) < 2:
+            raise HookError(
+                f"{path}: the part to train on has label {label} in one group only; give it in more groups"
+            )
     for what, part in (("train", train), ("measure", held)):
         for label in (0, 1):
             if sum(r.label == label for r in part) < 2:

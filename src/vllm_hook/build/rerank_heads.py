@@ -64,13 +64,16 @@ def core_score(s: Tensor, grades: Sequence[int], temperature: float) -> Tensor:
 
 def ndcg(scores: Tensor, grades: Sequence[int], k: int = CUTOFF) -> Tensor:
     """nDCG@k of ``scores`` [..., D] sorted from the highest, f64[...]: gain 2^grade - 1, discount
-    1/log2(rank + 1). Ties keep the documents' order."""
+    1/log2(rank + 1). Documents with equal scores share what they gain: the order of a file is worth
+    nothing."""
     gains = torch.tensor([2.0**g - 1 for g in grades], dtype=torch.float64)
     discounts = 1 / torch.log2(torch.arange(2, len(grades) + 2, dtype=torch.float64))
     discounts[k:] = 0
     ideal = (gains.sort(descending=True).values * discounts).sum()
+    equal = (scores[..., :, None] == scores[..., None, :]).double()
+    shared = (equal * gains).sum(-1) / equal.sum(-1)
     order = torch.argsort(scores, dim=-1, descending=True, stable=True)
-    return (gains[order] * discounts).sum(-1) / ideal
+    return (shared.gather(-1, order) * discounts).sum(-1) / ideal
 
 
 def random_ndcg(grades: Sequence[int], k: int = CUTOFF) -> float:

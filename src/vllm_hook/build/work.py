@@ -39,11 +39,12 @@ class Work:
         wanted = json.dumps(key, sort_keys=True, indent=1)
         if self.folder.exists():
             known = self.folder / KEY
-            if not known.is_file():
+            if not known.is_file() and any(self.folder.iterdir()):
                 raise HookError(f"{self.folder}: is in the way, and not the work of an interrupted build")
-            if known.read_text(encoding="utf-8") == wanted:
-                return
-            self._say("the work of an interrupted run is of other data, model or options: starting anew")
+            if known.is_file():
+                if known.read_text(encoding="utf-8") == wanted:
+                    return
+                self._say("the work of an interrupted run is of other data, model or options: starting anew")
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True)
         write_atomic(self.folder / KEY, wanted.encode())

@@ -72,7 +72,7 @@ def read_records(path: Path | None, seed: int = 0) -> list[Record]:
     first. HookError names the line that is wrong."""
     source = path or resources.files("vllm_hook") / "demo" / "data" / "rerank.jsonl"
     try:
-        lines = source.read_text(encoding="utf-8").splitlines()
+        lines = source.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise HookError(f"{source}: cannot be read: {error}") from None
     records = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from .. import wire
 from ..analyzers import get as get_analyzer
+from ..errors import HookError
 from ..program.checked import CheckedProgram, CheckedRule, Observation
 from ..program.resolve import ResolvedObservation, ResolvedProgram
 from ..results import HookResult, Observed, Score
@@ -208,9 +210,10 @@ def score_all(
             try:
                 analyzer = get_analyzer(analysis.analyzer)
                 options = analyzer.Options.model_validate(dict(analysis.options))
-                scores[name] = analyzer.score(
-                    inputs, {k: list(v) for k, v in use.resolved.spans.items()}, options
-                )
+                score = analyzer.score(inputs, {k: list(v) for k, v in use.resolved.spans.items()}, options)
+                if not math.isfinite(score.value):  # compares as below and above nothing: it would pass
+                    raise HookError(f"the score is {score.value}")
+                scores[name] = score
             except Exception as error:
                 logger.exception("analyzer %s failed", name)
                 failed[name] = f"analyzer {analysis.analyzer!r} failed: {type(error).__name__}: {error}"
