@@ -110,7 +110,9 @@ def check(
                 program = load(file).program
                 console.print(f"[green]valid[/green]: {escape(str(file))}, program {program.name!r}")
                 console.print(escape(outline(program)), soft_wrap=True)
-                console.print("[dim]Add --model to check layers, heads, sizes and tensor files.[/dim]")
+                console.print(
+                    "[dim]Add --model to check names, analyzers, layers, heads, sizes and tensor files.[/dim]"
+                )
                 return
             from .describe import cost_hints, memory_text, model_facts, observation_table
             from .runtime.loading import load_program

@@ -70,8 +70,8 @@ def site_table(facts: ModelFacts) -> Table:
         row = special.get(name) or " x ".join(map(str, facts.row_shape(name)))
         table.add_row(name, layers, row, site.what)
     table.caption = (
-        "q, k, v, z and attention work in any decoder; the stream sites in Llama, Mistral, Qwen 2 and 3, "
-        "Gemma 2 and 3 and what shares their layers."
+        "q, k, v, z and attention work in decoders with vLLM's standard attention; the stream sites in "
+        "Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and what shares their layers."
     )
     return table
 
