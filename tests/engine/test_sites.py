@@ -81,7 +81,8 @@ def smol_reference(smollm2_path):
 )
 def test_every_site_of_smollm2(smol, smol_reference, lengths, record_property):
     """Compiled, fp32, a batch of one and of sixteen."""
-    outs = smol.generate(text_prompts(lengths, smol.get_tokenizer()), greedy(6), use_tqdm=False)
+    prompts = text_prompts(lengths, smol.get_tokenizer())
+    outs = smol.generate(prompts, greedy(6), hook="everything", use_tqdm=False)
     assert len(outs) == len(lengths)
     worst_rel, worst_dp = 0.0, 0.0
     for out, n in zip(outs, lengths, strict=True):
