@@ -12,7 +12,6 @@ from vllm_hook import cli
 from vllm_hook.build import vector
 from vllm_hook.build.artifact import read_provenance
 from vllm_hook.build.on_hf import HfBackend
-from vllm_hook.build.sweep import MOST_GROWTH
 from vllm_hook.demo.rerank import unseen
 from vllm_hook.errors import HookError
 from vllm_hook.runtime.loading import load_program
@@ -295,7 +294,7 @@ def test_a_sweep_tries_all_layers_once_and_the_best_at_all_strengths(build, tmp_
     assert all("add 1" in seen for seen in tried.values())
     (closer,) = (layer for layer, seen in tried.items() if seen == every)
     usual = {layer: figures["add 1"] for layer, figures in made["layers"].items()}
-    worth = {
-        i: f["score"] - max(f["perplexity"] / MOST_GROWTH - 1, 0) - f["repetition"] for i, f in usual.items()
-    }
-    assert worth[closer] >= max(worth.values()) - 0.01
+    assert usual[closer]["score"] == max(figures["score"] for figures in usual.values())
+    assert usual[closer]["perplexity"] == min(
+        f["perplexity"] for f in usual.values() if f["score"] == usual[closer]["score"]
+    )

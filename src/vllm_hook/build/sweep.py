@@ -73,21 +73,16 @@ class Tried:
         """Still speaks: perplexity within its bound, and does not go round in circles."""
         return self.growth <= MOST_GROWTH and self.repetition <= MOST_REPETITION
 
-    @property
-    def worth(self) -> float:
-        """The rate, less what growth and repetition are beyond what is usual."""
-        return self.rate - max(self.growth / MOST_GROWTH - 1, 0) - self.repetition
-
 
 def best(tried: Sequence[Tried]) -> Tried:
     """The highest rate of those that still speak, and of equals the lowest perplexity.
 
-    If none both speaks and shows the behaviour, the one of the highest worth.
+    If none both speaks and shows the behaviour, the highest rate less what it is beyond the bounds.
     """
     good = [t for t in tried if t.fits and t.rate > 0]
     if good:
         return max(good, key=lambda t: (t.rate, -t.growth))
-    return max(tried, key=lambda t: t.worth)
+    return max(tried, key=lambda t: t.rate - max(t.growth / MOST_GROWTH - 1, 0) - t.repetition)
 
 
 def repetition(tokens: Sequence[int]) -> float:

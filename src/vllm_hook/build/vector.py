@@ -238,7 +238,8 @@ def _sweep(
         before = _outcome(0.0, known["answers"])
         for layer in edits:
             attempt(layer, usual)
-        ranked = sorted(edits, key=lambda layer: found[layer, usual][1].worth, reverse=True)
+        # By what they show, however dear: the price falls with the strength.
+        ranked = sorted(edits, key=lambda i: (-found[i, usual][1].rate, found[i, usual][1].growth))
         for layer in ranked[:closer]:
             for strength in set(range(len(strengths))) - {usual}:
                 attempt(layer, strength)

@@ -103,8 +103,8 @@ def _write(path: Path, lines: Sequence[str]) -> Path:
     return path
 
 
-def build(behaviour: Behaviour, pairs: str, method: str, folder: Path) -> Row:
-    """The program of one row, made unless it is there."""
+def build(behaviour: Behaviour, pairs: str, method: str, folder: Path, tokens: int) -> Row:
+    """The program of one row, made unless it is there. ``tokens``: of the sweep's answers."""
     file = folder / f"{behaviour.name}-{pairs}-{method}.yaml"
     row = Row(behaviour.name, pairs, method, file)
     if file.is_file():
@@ -113,7 +113,7 @@ def build(behaviour: Behaviour, pairs: str, method: str, folder: Path) -> Row:
     held_out = tune_file(behaviour, folder)
     model = open_model(str(smollm2()), "SmolLM2-135M-Instruct")
     given: Any = {"method": method, "strengths": CLAMPS if method == "clamp" else None}
-    options = VectorOptions(**given, shows=SHOWS[behaviour.name])
+    options = VectorOptions(**given, shows=SHOWS[behaviour.name], tokens=tokens)
     try:
         build_vector(Job(model, Output(file), dtype="float32"), data, options, held_out)
     except HookError as error:
@@ -177,6 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="vllm_hook.demo.steer_table", description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/steering"), help="folder for the programs")
     parser.add_argument("--behaviours", nargs="*", choices=list(SHOWS), default=list(SHOWS))
+    parser.add_argument("--tokens", type=int, default=24, help="of the answers that choose a setting")
     args = parser.parse_args(argv)
     environment.for_engine()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -186,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # A model too small to follow an instruction follows examples.
         for pairs in (EXAMPLES,) if behaviour.answers else (INSTRUCTION, BARE):
             for method in METHODS:
-                rows.append(build(behaviour, pairs, method, args.out))
+                rows.append(build(behaviour, pairs, method, args.out, args.tokens))
                 print(f"{name}, {pairs}, {method}: {rows[-1].why or 'built'}", flush=True)
         if program_file(name).is_file():
             rows.append(Row(name, SHIPPED, "add", program_file(name)))
