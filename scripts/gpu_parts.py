@@ -28,9 +28,9 @@ def bus(out: Path) -> None:
 
     thin = {**gpu.LLAMA_8B, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 1}
     thin["head_dim"] = 128
-    settings, _ = gpu._settings(None, out / "thin", {})
+    settings, _ = gpu.shared_settings(None, out / "thin", {})
     Path(settings["model"], "config.json").write_text(json.dumps(thin))
-    program = gpu.programs(32, 8, gpu._vectors(out / "v.safetensors", gpu.LLAMA_8B))["prompt"]
+    program = gpu.programs(32, 8, gpu.write_vectors(out / "v.safetensors", gpu.LLAMA_8B))["prompt"]
     llm = HookLLM(programs=[program], **settings)
     work = Workload("bus", 8, 4000, 1)
     tokens, params = prompts(work, 20_000), SamplingParams(temperature=0, max_tokens=1, detokenize=False)
@@ -60,8 +60,8 @@ def profile(out: Path) -> None:
 
     from vllm_hook import HookLLM
 
-    settings, _ = gpu._settings(None, out / "profile", {})
-    sources = gpu.programs(32, 32, gpu._vectors(out / "v.safetensors", gpu.LLAMA_8B))
+    settings, _ = gpu.shared_settings(None, out / "profile", {})
+    sources = gpu.programs(32, 32, gpu.write_vectors(out / "v.safetensors", gpu.LLAMA_8B))
     llm = HookLLM(programs=[sources[n] for n in ("stack", "last", "every")], **settings)
     found: dict[str, Any] = {}
     for name, hook in (("idle", False), ("stack", "stack"), ("every", "every")):

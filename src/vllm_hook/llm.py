@@ -23,6 +23,16 @@ from .program.schema import Program
 from .results import HookResult, Score
 
 
+def greedy(tokens: int, **more: Any) -> SamplingParams:
+    """Sampling parameters without chance, for callers that need not know vLLM."""
+    return SamplingParams(temperature=0, max_tokens=tokens, **more)
+
+
+def plain_llm(**settings: Any) -> vllm.LLM:
+    """vLLM without programs, to compare with."""
+    return vllm.LLM(**settings)
+
+
 class HookLLM:
     """A vLLM engine whose internals programs can read.
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import environment
+from . import environment, jsonl
 from .errors import HookError
 from .program.load import load
 from .program.schema import MessageSpan
@@ -49,18 +49,11 @@ def _given(text: str, system: str | None, chat: bool) -> Prompt:
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Records of a JSONL file. HookError names the line that is wrong."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise HookError(f"{path}: cannot be read: {error}") from None
-    return [_read(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    found = jsonl.values(jsonl.decode(jsonl.read(path), path), path)
+    return [_read(value, f"{path}, line {number}") for number, value in found]
 
 
-def _read(line: str, where: str) -> Prompt:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise HookError(f"{where}: is not JSON: {error}") from None
+def _read(record: Any, where: str) -> Prompt:
     if not isinstance(record, dict):
         raise HookError(f"{where}: is not an object")
     style = {"style": str(record["style"])} if "style" in record else {}
@@ -81,12 +74,10 @@ def generate(
     environment.for_engine(model)
     console = Console(stderr=True)
     with console.status(f"starting vLLM with {escape(model)}"):
-        from vllm import SamplingParams
-
-        from .llm import HookLLM
+        from .llm import HookLLM, greedy
 
         llm = HookLLM(model, programs=[str(file)], disable_log_stats=True, use_tqdm_on_load=False, **engine)
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    params = greedy(max_tokens)
     outputs: dict[int, Any] = {}
     with console.status(f"running {len(prompts)} prompts"):
         for kind, call in (("messages", llm.chat), ("prompt", llm.generate)):
@@ -164,18 +155,8 @@ def _shorten(text: str, width: int) -> str:
 
 def read_documents(path: Path) -> list[str]:
     """Texts of a JSONL file whose lines are texts or objects with ``text``. HookError names the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise HookError(f"{path}: cannot be read: {error}") from None
     texts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise HookError(f"{path}, line {number}: is not JSON: {error}") from None
+    for number, record in jsonl.values(jsonl.decode(jsonl.read(path), path), path):
         text = record.get("text") if isinstance(record, dict) else record
         if not isinstance(text, str) or not text.strip():
             raise HookError(f"{path}, line {number}: needs a text, or an object with a text")

@@ -8,8 +8,8 @@ layers up to that of the last chosen head.
     from vllm_hook.rerank import engine, rerank
 
     llm = engine("model", heads=[(8, 3), (12, 0)])
-    for hit in rerank(llm, "who painted it?", documents, heads=[(8, 3), (12, 0)], top_k=3):
-        print(hit.score, hit.text)
+    hits = rerank(llm, "who painted it?", documents, heads=[(8, 3), (12, 0)], top_k=3)
+    best = [(hit.score, hit.text) for hit in hits]
 """
 
 from __future__ import annotations
@@ -311,14 +311,14 @@ def _run(llm: HookLLM, name: str, prompts: Iterable[Prompt]) -> list[torch.Tenso
     A query and its calibration are neighbours in the batch: the second finds the first one's pages even
     while both are being run.
     """
-    from vllm import SamplingParams
+    from .llm import greedy
 
     prompts = list(prompts)
     if not prompts:
         return []
     outputs = llm.generate(
         [{"prompt_token_ids": p.ids} for p in prompts],
-        SamplingParams(temperature=0, max_tokens=1, detokenize=False),
+        greedy(1, detokenize=False),
         hook=[{"use": [name], "spans": {"query": list(p.query)}} for p in prompts],
         use_tqdm=False,
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -160,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", help="folder of a Hugging Face model with safetensors")
     parser.add_argument("out", help="file to write, .safetensors")
     args = parser.parse_args(argv)
-    print(f"written: {extract(args.folder, args.out)}")
+    Console(highlight=False, soft_wrap=True).print(f"written: {extract(args.folder, args.out)}", markup=False)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def test_a_program_that_is_not_cached(cache):
         load("hf://acme/programs/folder/other.yaml")
 
 
-@pytest.mark.parametrize("ref", ["../calm.safetensors", "/tmp/calm.safetensors"])
+@pytest.mark.parametrize("ref", ["../calm.safetensors", "/elsewhere/calm.safetensors"])
 def test_a_program_of_the_hub_reads_no_file_elsewhere(cache, ref):
     (cache / "calm.yaml").write_text(PROGRAM.replace("calm.safetensors", ref))
     with pytest.raises(ProgramError, match="of its own folder only"):

@@ -61,13 +61,20 @@ def test_records_are_shuffled_and_keep_their_grades(data):
     assert demo.read_records(data) == records
 
 
+def with_grades(*documents):
+    return f'{{"query": "q", "documents": [{", ".join(documents)}]}}'
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 1: needs query"),
-        ('{"query": "q", "documents": [{"text": "a"}]}', "line 1: needs query"),
-        ('{"query": "q", "documents": [{"text": "a", "grade": 0}]}', "grade above 0"),
-        ("", "no queries"),
+        ("{", "line 1: is not JSON"),
+        (with_grades('{"text": "a"}', '{"text": "b", "grade": 0}'), "line 1, documents.* grade"),
+        (
+            with_grades('{"text": "a", "grade": 0}', '{"text": "b", "grade": 0}'),
+            "line 1, documents.* above 0",
+        ),
+        ("", "holds no examples"),
     ],
 )
 def test_data_that_is_wrong_is_named(tmp_path, line, message):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,6 +34,29 @@ def single(observations: Mapping[str, Observed], analyzer: str, sites: Sequence[
     if not seen.positions:
         raise IncompleteCaptureError(f"{analyzer}: {name!r} holds no rows")
     return name, seen
+
+
+def read_rows(
+    values: torch.Tensor,
+    reduced: bool,
+    file: str | None,
+    said: str,
+    option: str,
+    reduction: str,
+    apply: Callable[[torch.Tensor, str], torch.Tensor],
+) -> torch.Tensor:
+    """One number a row: the observation's own, if it is ``reduced``, else ``apply(rows, file)``. HookError,
+    which begins with ``said``, if the file of ``option`` is missing or too much."""
+    if reduced:
+        if file is not None:
+            raise HookError(f"{said} is reduced to one number a row; leave out `{option}`")
+        return values.float()
+    if file is None:
+        raise HookError(
+            f"{said} keeps whole rows; add `reduce: {{{reduction}: file}}` to it, or give the option "
+            f"`{option}`"
+        )
+    return apply(values, file)
 
 
 def aggregate(values: torch.Tensor, over: Over) -> torch.Tensor:

@@ -23,7 +23,7 @@ from ..errors import HookError
 from ..ops import reference
 from ..results import Observed, Score
 from ..tensors import read_probe
-from ._common import STREAM_SITES, OptionFile, Over, aggregate, single
+from ._common import STREAM_SITES, OptionFile, Over, aggregate, read_rows, single
 from .base import AnalyzerOptions, Spans
 
 
@@ -52,17 +52,9 @@ class LinearProbe:
         if len(seen.layers) != 1:
             raise HookError(f"linear_probe: {name!r} observes {len(seen.layers)} layers, needs one")
         values = seen.values[0]
-        if values.dim() == 1:
-            if options.probe is not None:
-                raise HookError(f"linear_probe: {name!r} is reduced to one number a row; leave out `probe`")
-            logits = values
-        elif options.probe is None:
-            raise HookError(
-                f"linear_probe: {name!r} keeps whole rows; add `reduce: {{probe: file}}` to it, or give the "
-                "option `probe`"
-            )
-        else:
-            logits = apply_probe(values, options.probe)
+        logits = read_rows(
+            values, values.dim() == 1, options.probe, f"linear_probe: {name!r}", "probe", "probe", apply_probe
+        )
         each = probabilities(logits)
         value = float(aggregate(each.double(), options.over))
         return Score(

@@ -13,11 +13,10 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import HookError
 from ..ops import reference
 from ..results import Observed, Score
 from ..tensors import read_vector
-from ._common import STREAM_SITES, Bound, OptionFile, Over, aggregate, flag, single
+from ._common import STREAM_SITES, Bound, OptionFile, Over, aggregate, flag, read_rows, single
 from .base import AnalyzerOptions, Spans
 
 
@@ -40,20 +39,15 @@ class ProjectionMonitor:
         """``value``: over positions as ``over`` says, then the mean over layers, in units of the stream.
         ``details``: it per layer."""
         name, seen = single(observations, self.name, self.sites)
-        values = seen.values
-        if values.dim() == 2:
-            if options.direction is not None:
-                raise HookError(
-                    f"projection_monitor: {name!r} is reduced to one number a row; leave out `direction`"
-                )
-            lengths = values.float()
-        elif options.direction is None:
-            raise HookError(
-                f"projection_monitor: {name!r} keeps whole rows; add `reduce: {{projection: file}}` to it, "
-                "or give the option `direction`"
-            )
-        else:
-            lengths = project(values, options.direction)
+        lengths = read_rows(
+            seen.values,
+            seen.values.dim() == 2,
+            options.direction,
+            f"projection_monitor: {name!r}",
+            "direction",
+            "projection",
+            project,
+        )
         per_layer = aggregate(lengths.double(), options.over)
         value = float(per_layer.mean())
         return Score(

@@ -128,9 +128,7 @@ def _bench_dtype(model: str, dtype: str, rounds: int, hugging_face: bool, consol
 
 
 def _engines(model: str, dtype: str, sources: list[dict[str, Any]]) -> tuple[Any, Any]:
-    from vllm import LLM
-
-    from ..llm import HookLLM
+    from ..llm import HookLLM, plain_llm
 
     settings: dict[str, Any] = {
         "dtype": dtype,
@@ -140,7 +138,7 @@ def _engines(model: str, dtype: str, sources: list[dict[str, Any]]) -> tuple[Any
         "enable_prefix_caching": False,
         "disable_log_stats": True,
     }
-    return LLM(model=model, **settings), HookLLM(model, programs=sources, **settings)
+    return plain_llm(model=model, **settings), HookLLM(model, programs=sources, **settings)
 
 
 def _hugging_face(model: str, dtype: str, workload: Workload, vocabulary: int) -> Callable[[], None]:

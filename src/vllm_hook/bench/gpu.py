@@ -123,8 +123,8 @@ def run_gpu(
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     out.parent.mkdir(parents=True, exist_ok=True)
-    base, config = _settings(model, out.parent, settings or {})
-    vectors = _vectors(out.parent / "bench-vectors.safetensors", config)
+    base, config = shared_settings(model, out.parent, settings or {})
+    vectors = write_vectors(out.parent / "bench-vectors.safetensors", config)
     sources = programs(int(config["num_hidden_layers"]), int(config["num_attention_heads"]), vectors)
     others = [PLAIN, TWIN, *([EAGER] if "eager" in names else [])]
     if "32 sites" in engines and find_spec("hotwire") is not None:
@@ -174,7 +174,7 @@ def _runs(
     return runs
 
 
-def _settings(
+def shared_settings(
     model: str | None, folder: Path, settings: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Engine arguments that all engines share, and the model's configuration."""
@@ -199,7 +199,7 @@ def _settings(
     return {"model": model, **shared, **settings}, AutoConfig.from_pretrained(model).to_dict()
 
 
-def _vectors(path: Path, config: dict[str, Any]) -> Path:
+def write_vectors(path: Path, config: dict[str, Any]) -> Path:
     import torch
     from safetensors.torch import save_file
 
@@ -211,14 +211,12 @@ def _vectors(path: Path, config: dict[str, Any]) -> Path:
 
 
 def _engine(name: str, settings: dict[str, Any], sources: list[dict[str, Any]], vectors: Path) -> Any:
-    from vllm import LLM
-
-    from ..llm import HookLLM
+    from ..llm import HookLLM, plain_llm
 
     peer = {"HOTWIRE_VECTORS": str(vectors / "a.pt"), "VLLM_PLUGINS": "hotwire"} if name == PEER else {}
     with mock.patch.dict(os.environ, {"VLLM_PLUGINS": "vllm_hook", **peer}):
         if name in (PLAIN, TWIN, EAGER, PEER):
-            return LLM(**settings, enforce_eager=name == EAGER)
+            return plain_llm(**settings, enforce_eager=name == EAGER)
         return HookLLM(programs=sources, **settings)
 
 

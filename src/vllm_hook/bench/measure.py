@@ -63,10 +63,11 @@ class Row:
 def setup() -> dict[str, Any]:
     """What a reader needs to judge the figures."""
     import torch
-    import vllm
+
+    from ..engine.compat import vllm_version
 
     return {
-        "vllm": vllm.__version__,
+        "vllm": vllm_version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processor": platform.processor() or platform.machine(),
@@ -88,11 +89,9 @@ def runner(
     llm: Any, workload: Workload, vocabulary: int, hook: Any, extra_args: dict[str, Any] | None = None
 ) -> Callable[[], None]:
     """One run of a workload on an engine; ``hook`` as ``generate`` takes it (None: plain vLLM)."""
-    from vllm import SamplingParams
+    from ..llm import greedy
 
-    params = SamplingParams(
-        temperature=0, max_tokens=workload.new, ignore_eos=True, detokenize=False, extra_args=extra_args
-    )
+    params = greedy(workload.new, ignore_eos=True, detokenize=False, extra_args=extra_args)
     tokens = prompts(workload, vocabulary)
     extra = {} if hook is None else {"hook": hook}
 

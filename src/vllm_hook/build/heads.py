@@ -6,7 +6,6 @@ attention shares. Shapes: N prompts, L layers, H query heads.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .. import jsonl
 from ..analyzers.attention_tracker import calibrate, focus
 from ..errors import HookError
 from ._torchvision import hide_broken_torchvision
@@ -22,7 +22,7 @@ from .artifact import provenance, publish
 from .backend import Needs
 from .job import CHUNK, Job
 from .prompts import check_lengths, render, tracker_prompt
-from .records import DATA_MARK, Injection, read_injections, refuse_overlap, split
+from .records import DATA_MARK, Injection, read_injections, split, two_parts
 
 __all__ = [
     "DATA_MARK",
@@ -204,13 +204,13 @@ def build_heads(
     Without ``held_out`` a ``share`` of ``data`` (by style, whole groups, by ``seed``) is kept for that.
     HookError: what is wrong with the data, a prompt or the output; nothing is written then.
     """
-    finding, source = read_injections(data)
-    sources = {"found_on": source}
-    if held_out is None:
-        finding, held = split(finding, share, seed, lambda r: r.style, lambda r: r.group)
-    else:
-        held, sources["measured_on"] = read_injections(held_out)
-        refuse_overlap(finding, held, held_out)
+    finding, held, sources = two_parts(
+        data,
+        held_out,
+        read_injections,
+        lambda found: split(found, share, seed, lambda r: r.style, lambda r: r.group),
+        ("found_on", "measured_on"),
+    )
     _both_kinds(finding, data)
     _both_kinds(held, held_out or data)
     records = [*finding, *held]
@@ -287,5 +287,4 @@ def packaged(name: str) -> Path:
 
 def read_records(path: Path | None, default: str) -> list[Record]:
     """Records of a JSONL file; without a path those of the demo's file ``default``."""
-    lines = (path or packaged(default)).read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines if line]
+    return list(jsonl.records(path or packaged(default)))

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from vllm import SamplingParams
 
-from ..llm import HookLLM
+from ..llm import HookLLM, greedy
 from ._torchvision import hide_broken_torchvision
 from .backend import Edit, Needs, Rows
 from .model import Model
@@ -67,12 +66,12 @@ class VllmBackend:
         )
 
     def states(self, prompts: Sequence[Prompt], rows: Rows) -> list[Tensor]:
-        outputs = _run(self.llm, prompts, SamplingParams(temperature=0, max_tokens=1), STATES)
+        outputs = _run(self.llm, prompts, greedy(1), STATES)
         return [o.hook.observed["h"].values.float().mean(1) for o in outputs]
 
     def masses(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         hooks = [{"use": [MASSES], "spans": _spans(prompt)} for prompt in prompts]
-        outputs = _run(self.llm, prompts, SamplingParams(temperature=0, max_tokens=1), hooks)
+        outputs = _run(self.llm, prompts, greedy(1), hooks)
         shape = self.facts.layers, self.facts.heads, -1
         return [o.hook.observed["m"].values.float().mean(1).reshape(shape) for o in outputs]
 
@@ -140,7 +139,7 @@ def _run(llm: Any, prompts: Sequence[Prompt], params: Any, hook: Any) -> list[An
 
 def greedy_answers(llm: Any, prompts: Sequence[list[int]], hook: Any, tokens: int) -> list[Answer]:
     """Greedy answers with ``hook`` as HookLLM takes it, and their likelihood under the plain model."""
-    params = SamplingParams(temperature=0, max_tokens=tokens, repetition_penalty=PENALTY)
+    params = greedy(tokens, repetition_penalty=PENALTY)
     batch = [{"prompt_token_ids": ids} for ids in prompts]
     made = [o.outputs[0] for o in llm.generate(batch, params, hook=hook, use_tqdm=False)]
     nlls = negative_log_likelihoods(llm, prompts, [o.token_ids for o in made])
@@ -160,7 +159,7 @@ def negative_log_likelihoods(
     runs once."""
     wholes = [(*prompt, *answer) for prompt, answer in zip(prompts, answers, strict=True)]
     distinct = list(dict.fromkeys(wholes)) if hooks is None else wholes
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    params = greedy(1, prompt_logprobs=0)
     batch = [{"prompt_token_ids": list(ids)} for ids in distinct]
     hook: Any = False if hooks is None else list(hooks)
     outputs = llm.generate(batch, params, hook=hook, use_tqdm=False)

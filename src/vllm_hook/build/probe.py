@@ -22,7 +22,7 @@ from .artifact import provenance, publish
 from .backend import Needs, Rows
 from .job import CHUNK, Job
 from .prompts import chat_prompt, check_lengths, where
-from .records import Labelled, read_labelled, refuse_overlap, split
+from .records import Labelled, read_labelled, split, two_parts
 from .work import progress
 
 #: Inverse strengths of the penalty, tried at each layer.
@@ -71,13 +71,13 @@ def build_probe(
     tried = sorted(set(range(count) if layers is None else layers))
     if not tried or tried[0] < 0 or tried[-1] >= count:
         raise HookError(f"layers {tried}: the model has layers 0 to {count - 1}")
-    train, source = read_labelled(data)
-    sources = {"trained_on": source}
-    if held_out is None:
-        train, held = split(train, share, seed, lambda r: r.label, lambda r: r.group)
-    else:
-        held, sources["measured_on"] = read_labelled(held_out)
-        refuse_overlap(train, held, held_out)
+    train, held, sources = two_parts(
+        data,
+        held_out,
+        read_labelled,
+        lambda found: split(found, share, seed, lambda r: r.label, lambda r: r.group),
+        ("trained_on", "measured_on"),
+    )
     _enough(train, held, data)
     files = [data] * len(train) + [held_out or data] * len(held)
     prompts = [

@@ -15,13 +15,13 @@ the beginning of its answer. Whatever is wrong raises HookError with file, line 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .. import jsonl
 from ..errors import HookError
 
 DATA_MARK = "Data: "
@@ -204,19 +204,14 @@ def _read(
     path: Path, parse: Callable[[_Line], Record], content: Callable[[Record], Hashable]
 ) -> tuple[list[Record], Source]:
     """Every record of a file; refuses empty files and duplicates (of ids, and of ``content``)."""
-    try:
-        raw = path.read_bytes()
-        text = raw.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 text (byte {error.start})"
-        raise HookError(f"{path}: cannot be read: {reason}") from None
+    raw = jsonl.read(path)
     records: list[Record] = []
     ids: dict[str, int] = {}
     seen: dict[Hashable, int] = {}
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        record = parse(_Line(path, number, _object(path, number, line)))
+    for number, value in jsonl.values(jsonl.decode(raw, path), path):
+        if not isinstance(value, dict):
+            raise HookError(f"{path}, line {number}: is not an object")
+        record = parse(_Line(path, number, value))
         if record.id in ids:
             raise HookError(f"{path}, line {number}, id: {record.id!r} is that of line {ids[record.id]}")
         if (same := seen.get(content(record))) is not None:
@@ -226,17 +221,6 @@ def _read(
     if not records:
         raise HookError(f"{path}: holds no examples")
     return records, Source(path.name, hashlib.sha256(raw).hexdigest())
-
-
-def _object(path: Path, number: int, line: str) -> Fields:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = error.args[0] if isinstance(error, ValueError) else "nested too deeply"
-        raise HookError(f"{path}, line {number}: is not JSON: {reason}") from None
-    if not isinstance(value, dict):
-        raise HookError(f"{path}, line {number}: is not an object")
-    return value
 
 
 def split(
@@ -265,6 +249,24 @@ def split(
         chosen = rng.sample(range(len(members_of)), count) if count > 0 else []
         out.update(id(record) for i in chosen for record in members_of[i])
     return [r for r in records if id(r) not in out], [r for r in records if id(r) in out]
+
+
+def two_parts(
+    data: Path,
+    held_out: Path | None,
+    read: Callable[[Path], tuple[list[Record], Source]],
+    part: Callable[[list[Record]], tuple[list[Record], list[Record]]],
+    names: tuple[str, str],
+) -> tuple[list[Record], list[Record], dict[str, Source]]:
+    """(to build from, held out, sources by ``names``): two files, or one that ``part`` divides."""
+    first, source = read(data)
+    sources = {names[0]: source}
+    if held_out is None:
+        kept, second = part(first)
+        return kept, second, sources
+    second, sources[names[1]] = read(held_out)
+    refuse_overlap(first, second, held_out)
+    return first, second, sources
 
 
 def refuse_overlap(first: Iterable[Any], second: Iterable[Any], path: Path) -> None:

@@ -21,7 +21,7 @@ from .backend import Needs
 from .heads import Head, top_heads
 from .job import Job
 from .prompts import check_lengths, document_order, rerank_prompt
-from .records import Query, read_queries, refuse_overlap, split
+from .records import Query, read_queries, split, two_parts
 
 #: Temperatures of the paper by model family; others take the first.
 SOFT, SHARP = 0.1, 0.001
@@ -62,7 +62,7 @@ def core_score(s: Tensor, grades: Sequence[int], temperature: float) -> Tensor:
     return torch.stack(shares).mean(0)
 
 
-def ndcg(scores: Tensor, grades: Sequence[int], k: int = CUTOFF) -> Tensor:
+def ndcg(scores: Tensor, grades: Sequence[float], k: int = CUTOFF) -> Tensor:
     """nDCG@k of ``scores`` [..., D] sorted from the highest, f64[...]: gain 2^grade - 1, discount
     1/log2(rank + 1). Documents with equal scores share what they gain: the order of a file is worth
     nothing."""
@@ -126,13 +126,9 @@ def build_rerank_heads(
     temperature = TEMPERATURES.get(job.model.kind, SOFT) if temperature is None else temperature
     if not 0 < temperature < math.inf:
         raise HookError(f"the temperature must be a number above 0, not {temperature}")
-    finding, source = read_queries(data)
-    sources = {"found_on": source}
-    if held_out is None:
-        finding, held = split(finding, share, seed)
-    else:
-        held, sources["measured_on"] = read_queries(held_out)
-        refuse_overlap(finding, held, held_out)
+    finding, held, sources = two_parts(
+        data, held_out, read_queries, lambda found: split(found, share, seed), ("found_on", "measured_on")
+    )
     if not finding or not held:
         raise HookError(f"{data}: too few queries to find heads and to measure them")
     files = [data] * len(finding) + [held_out or data] * len(held)

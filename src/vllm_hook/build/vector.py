@@ -23,7 +23,7 @@ from .backend import Backend, Edit, Needs, Rows
 from .heads import auroc
 from .job import CHUNK, Job
 from .prompts import Prompt, chat_prompt, check_lengths, where
-from .records import Pair, read_pairs, refuse_overlap, split
+from .records import Pair, read_pairs, split, two_parts
 from .sweep import Answer, Outcome, Tried, best, recovered
 from .vectors import centred_pca, clamp_target, mass_mean, mean_difference
 from .work import Work, progress
@@ -88,14 +88,15 @@ def build_vector(
     """
     options = options or VectorOptions()
     layers = _check(job, options)
-    pairs, source = read_pairs(data)
-    sources = {"made_from": source}
-    if held_out is None:
-        pairs, held = split(pairs, min(options.held / len(pairs), 0.5), options.seed)
-    else:
-        held, sources["chosen_on"] = read_pairs(held_out)
-        refuse_overlap(pairs, held, held_out)
-        held = held[: options.held]
+    most, seed = options.held, options.seed
+    pairs, held, sources = two_parts(
+        data,
+        held_out,
+        read_pairs,
+        lambda found: split(found, min(most / len(found), 0.5), seed),
+        ("made_from", "chosen_on"),
+    )
+    held = held if held_out is None else held[:most]
     if len(pairs) < 2 or not held:
         raise HookError(f"{data}: too few pairs to make a vector of and to choose a layer by")
     prompts = _prompts(job, [*pairs, *held], [str(data)] * len(pairs) + [str(held_out or data)] * len(held))

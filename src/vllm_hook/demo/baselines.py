@@ -6,7 +6,6 @@ docs/data.md; a test compares them.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .. import jsonl
 from ..build.heads import auroc, packaged
 from ..build.rerank_heads import ndcg, random_ndcg
 from .make_contrast import INSTRUCTIONS
@@ -100,7 +100,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _read(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in packaged(f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return jsonl.records(packaged(f"{name}.jsonl"))
 
 
 def _words(text: str) -> set[str]:

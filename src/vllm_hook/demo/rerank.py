@@ -8,7 +8,6 @@ whole model, with the layers up to the last chosen head only, and in Hugging Fac
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
 import statistics
@@ -19,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -27,6 +27,7 @@ from .. import environment, saved
 from ..build.artifact import read_provenance
 from ..build.heads import hide_broken_torchvision, packaged
 from ..build.records import read_queries, split
+from ..build.rerank_heads import ndcg as ndcg_of_scores
 from ..errors import HookError
 from ..rerank import Head, Ranked, engine, read_heads, rerank, rerank_many
 from ..show import interval_figure
@@ -70,31 +71,12 @@ class Outcome:
 def read_records(path: Path | None, seed: int = 0) -> list[Record]:
     """Records of a JSONL file, by default the demo's; documents shuffled, since files may list the good ones
     first. HookError names the line that is wrong."""
-    source = path or resources.files("vllm_hook") / "demo" / "data" / "rerank.jsonl"
-    try:
-        lines = source.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise HookError(f"{source}: cannot be read: {error}") from None
     records = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            records.append(_record(line, f"{source}, line {number}", random.Random(f"{seed}/{number}")))
-    if not records:
-        raise HookError(f"{source}: holds no queries")
+    for query in read_queries(path or packaged("rerank.jsonl"))[0]:
+        documents = list(zip(query.documents, map(float, query.grades), strict=True))
+        random.Random(f"{seed}/{query.line}").shuffle(documents)
+        records.append(Record(query.query, [text for text, _ in documents], [g for _, g in documents]))
     return records
-
-
-def _record(line: str, where: str, chance: random.Random) -> Record:
-    try:
-        raw = json.loads(line)
-        documents = [(str(d["text"]), float(d["grade"])) for d in raw["documents"]]
-        query = str(raw["query"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise HookError(f"{where}: needs query and documents with text and grade ({error!r})") from None
-    if not any(grade > 0 for _, grade in documents):
-        raise HookError(f"{where}: no document has a grade above 0, so nothing can be ranked well")
-    chance.shuffle(documents)
-    return Record(query, [text for text, _ in documents], [grade for _, grade in documents])
 
 
 def unseen(heads: Any, data: Path | None) -> list[int]:
@@ -119,13 +101,10 @@ def unseen(heads: Any, data: Path | None) -> list[int]:
 
 
 def ndcg(order: Sequence[int], grades: Sequence[float], cut: int = CUT) -> float:
-    """Normalised discounted cumulative gain at ``cut``: gain 2^grade - 1, discount 1 / log2(rank + 1)."""
-
-    def gain(values: Sequence[float]) -> float:
-        return sum((2**g - 1) / math.log2(i + 2) for i, g in enumerate(values[:cut]))
-
-    best = gain(sorted(grades, reverse=True))
-    return gain([grades[i] for i in order]) / best if best else 0.0
+    """nDCG at ``cut`` of documents in this order (the best first)."""
+    scores = torch.empty(len(grades))
+    scores[list(order)] = -torch.arange(len(grades), dtype=torch.float32)
+    return float(ndcg_of_scores(scores, grades, cut))
 
 
 def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:

@@ -8,7 +8,6 @@ behaviour by a rule that anyone can check, and the perplexity of the answers und
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .. import environment, saved
+from .. import environment, jsonl, saved
 from ..build import sweep
+from ..build.heads import packaged
 from ..build.sweep import Answer
 from ..errors import HookError
 from ..show import Table as PageTable
@@ -53,8 +53,7 @@ def program_file(behaviour: str) -> Path:
 
 def read_questions(split: str) -> list[Record]:
     """``pairs`` (made the vector), ``tune`` (chose layer and strength) or ``held_out`` (measured)."""
-    text = (resources.files("vllm_hook") / "demo" / "data" / f"steer_{split}.jsonl").read_text("utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    return list(jsonl.records(packaged(f"steer_{split}.jsonl")))
 
 
 class Asker:
@@ -97,9 +96,9 @@ class Asker:
 
     def last_token(self, prompts: Sequence[list[int]], program: str) -> list[Any]:
         """Outputs with what ``program`` observed of the prompts."""
-        from vllm import SamplingParams
+        from ..llm import greedy
 
-        return self._generate(prompts, SamplingParams(temperature=0, max_tokens=1), program)
+        return self._generate(prompts, greedy(1), program)
 
     def _generate(self, prompts: Sequence[list[int]], params: Any, hook: Any) -> list[Any]:
         batch = [{"prompt_token_ids": ids} for ids in prompts]

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from .. import environment
 from ..build.artifact import Output
 from ..build.heads import packaged
@@ -181,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     environment.for_engine()
     args.out.mkdir(parents=True, exist_ok=True)
+    console = Console(highlight=False, soft_wrap=True)
     rows = []
     for name in args.behaviours:
         behaviour = BEHAVIOURS[name]
@@ -188,10 +191,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for pairs in (EXAMPLES,) if behaviour.answers else (INSTRUCTION, BARE):
             for method in METHODS:
                 rows.append(build(behaviour, pairs, method, args.out, args.tokens))
-                print(f"{name}, {pairs}, {method}: {rows[-1].why or 'built'}", flush=True)
+                console.print(f"{name}, {pairs}, {method}: {rows[-1].why or 'built'}", markup=False)
         if program_file(name).is_file():
             rows.append(Row(name, SHIPPED, "add", program_file(name)))
-    print(table(rows, *measure(rows)))
+    console.print(table(rows, *measure(rows)), markup=False)
 
 
 if __name__ == "__main__":

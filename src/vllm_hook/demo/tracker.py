@@ -146,9 +146,9 @@ def _engine(model: Path, view: dict[str, Any]) -> Any:
 
 def _runner(llm: Any, conversations: list[Any]) -> Callable[[Any], list[Any]]:
     """``run(hook)``: one token for every conversation."""
-    from vllm import SamplingParams
+    from ..llm import greedy
 
-    params = SamplingParams(temperature=0, max_tokens=1)
+    params = greedy(1)
 
     def run(hook: Any) -> list[Any]:
         outputs: list[Any] = llm.chat(conversations, params, hook=hook, use_tqdm=False)

@@ -26,7 +26,7 @@ were views of one tensor), and nothing in the graph reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -51,14 +51,7 @@ _EDIT = (
 after_tap: dict[int, Callable[[], None]] = {}
 
 
-def _tap_cpu(
-    h: Tensor, residual: Tensor | None, fired: Tensor, live: Tensor, site: Tensor, step: Tensor, buf: Tensor
-) -> None:
-    if live.item() and run_cpu(h, residual, site, step, buf, None):
-        fired.add_(1)
-
-
-def _edit_cpu(
+def _cpu(
     h: Tensor,
     residual: Tensor | None,
     fired: Tensor,
@@ -66,23 +59,14 @@ def _edit_cpu(
     site: Tensor,
     step: Tensor,
     buf: Tensor | None,
-    state: list[Tensor],
+    state: Sequence[Tensor] = (),
 ) -> None:
-    if live.item() and run_cpu(h, residual, site, step, buf, EditState(*state)):
+    """Both ops: ``tap`` has no ``state``."""
+    if live.item() and run_cpu(h, residual, site, step, buf, EditState(*state) if state else None):
         fired.add_(1)
 
 
-def _tap_cuda(
-    h: Tensor, residual: Tensor | None, fired: Tensor, live: Tensor, site: Tensor, step: Tensor, buf: Tensor
-) -> None:
-    if live.item():
-        from .triton_site import launch_site
-
-        launch_site(h, residual, fired, site, step, buf, None)
-        _sent(buf)
-
-
-def _edit_cuda(
+def _cuda(
     h: Tensor,
     residual: Tensor | None,
     fired: Tensor,
@@ -90,12 +74,14 @@ def _edit_cuda(
     site: Tensor,
     step: Tensor,
     buf: Tensor | None,
-    state: list[Tensor],
+    state: Sequence[Tensor] = (),
 ) -> None:
-    if live.item():
+    """Both ops: ``tap`` has no ``state``."""
+    if mode := live.item():
         from .triton_site import launch_site
 
-        launch_site(h, residual, fired, site, step, buf, EditState(*state), latched=live.item() > 1)
+        own = EditState(*state) if state else None
+        launch_site(h, residual, fired, site, step, buf, own, latched=mode > 1)
         if buf is not None:
             _sent(buf)
 
@@ -105,35 +91,17 @@ def _sent(buf: Tensor) -> None:
         call()
 
 
-def _tap_fake(
-    h: Tensor, residual: Tensor | None, fired: Tensor, live: Tensor, site: Tensor, step: Tensor, buf: Tensor
-) -> None:
-    return None
-
-
-def _edit_fake(
-    h: Tensor,
-    residual: Tensor | None,
-    fired: Tensor,
-    live: Tensor,
-    site: Tensor,
-    step: Tensor,
-    buf: Tensor | None,
-    state: list[Tensor],
-) -> None:
+def _fake(*args: object) -> None:
     return None
 
 
 def _register() -> Library:
     library = Library("vllm_hook", "FRAGMENT")
-    library.define(_TAP)
-    library.impl("tap", _tap_cpu, "CPU")
-    library.impl("tap", _tap_cuda, "CUDA")
-    library._register_fake("tap", _tap_fake)
-    library.define(_EDIT)
-    library.impl("edit", _edit_cpu, "CPU")
-    library.impl("edit", _edit_cuda, "CUDA")
-    library._register_fake("edit", _edit_fake)
+    for name, schema in (("tap", _TAP), ("edit", _EDIT)):
+        library.define(schema)
+        library.impl(name, _cpu, "CPU")
+        library.impl(name, _cuda, "CUDA")
+        library._register_fake(name, _fake)
     return library
 
 
