@@ -69,7 +69,7 @@ def with_grades(*documents):
     ("line", "message"),
     [
         ("{", "line 1: is not JSON"),
-        (with_grades('{"text": "a"}', '{"text": "b", "grade": 0}'), "line 1, documents.* grade"),
+        (with_grades('{"text": "a"}', '{"text": "b", "grade": 0}'), r"line 1, documents\[0\]\.grade"),
         (
             with_grades('{"text": "a", "grade": 0}', '{"text": "b", "grade": 0}'),
             "line 1, documents.* above 0",
