@@ -82,6 +82,7 @@ def test_large_captures_leave_early_and_right(llm, tiny_reference, monkeypatch, 
     from vllm_hook.runtime import transfer
 
     monkeypatch.setattr(transfer, "EARLY_BYTES", 1024)
+    monkeypatch.setattr(transfer, "EARLY_COPY_BYTES", 1024)
     observe = {"h": {"site": "resid_post", "layers": "all", "positions": positions}}
     llm.load_program({"schema": 1, "name": "rows", "observe": observe})
     prompts = token_prompts([200, 330, 150, 90, 301], seed=4)

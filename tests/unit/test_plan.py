@@ -19,6 +19,7 @@ from vllm_hook.runtime.collect import collect, split
 from vllm_hook.runtime.edit_bank import EditBank
 from vllm_hook.runtime.plan import BatchView, make_plan, positions_within
 from vllm_hook.runtime.requests import PAYLOAD_KEY, Lane, Tracker, payload, read_payload, worker_rows
+from vllm_hook.runtime.rows import Rows
 from vllm_hook.sites import Armed, ModelFacts
 
 FACTS = ModelFacts("fake", layers=3, heads=2, kv_heads=1, head_dim=2, hidden=4)
@@ -86,6 +87,15 @@ def expected(lane, req, positions):
     return rows.view(*rows.shape[:2], 2, 2)[:, :, list(lane.heads)] if lane.heads else rows
 
 
+def gathered(records):
+    if not records:
+        return None
+    rows = Rows(most=40)
+    for r in records:
+        rows.add(r.positions, r.values, r.alone)
+    return rows
+
+
 def check(engine, watches_of, lengths):
     """Every request has exactly its rows, each once, whatever the schedule was."""
     for req, watches in watches_of.items():
@@ -94,7 +104,7 @@ def check(engine, watches_of, lengths):
             wanted = positions_within(rows, 0, lengths[req])
             seen = [int(p) for r in records for p in r.positions]
             assert len(seen) == len(set(seen)), "a row came twice"
-            values, missing = assemble([(r.positions, r.values) for r in records], wanted, lane)
+            values, missing = assemble(gathered(records), wanted, lane)
             assert missing == []
             assert sorted(seen) == wanted.tolist()
             if wanted.size:
@@ -274,19 +284,52 @@ def test_attention_needs_queries_and_memory_is_what_is_said():
     assert bank.bytes() == buffers + tables
 
 
+def rows_of(chunks, most=6, alone=True):
+    rows = Rows(most)
+    for positions, values in chunks:
+        rows.add(positions, values, alone)
+    return rows
+
+
 def test_chunks_that_lie_behind_each_other_are_not_copied():
     whole = torch.arange(24.0).view(2, 6, 2)
     chunks = [(np.arange(a, b), whole[:, a:b]) for a, b in ((0, 1), (1, 4), (4, 6))]
-    values, missing = assemble(chunks, np.arange(6), Lane("resid_post", (0, 1)))
+    values, missing = assemble(rows_of(chunks), np.arange(6), Lane("resid_post", (0, 1)))
     assert not missing
     assert torch.equal(values, whole)
     assert values.data_ptr() == whole.data_ptr()
     apart = [(p, v.clone()) for p, v in chunks]
-    values, _ = assemble(apart, np.arange(6), Lane("resid_post", (0, 1)))
+    values, _ = assemble(rows_of(apart), np.arange(6), Lane("resid_post", (0, 1)))
     assert torch.equal(values, whole)
     gap = [chunks[0], chunks[2]]
-    values, missing = assemble(gap, np.asarray([0, 4, 5]), Lane("resid_post", (0, 1)))
+    values, missing = assemble(rows_of(gap), np.asarray([0, 4, 5]), Lane("resid_post", (0, 1)))
     assert torch.equal(values, whole[:, [0, 4, 5]])
+
+
+@pytest.mark.parametrize("most", [3, 300, 1000])
+def test_rows_are_joined_as_they_come(most):
+    """Steps of one row after a prompt; the tensor of a step holds those of other requests too."""
+    whole = torch.randn(3, 300, 4)
+    rows = Rows(most)
+    rows.add(np.arange(40), whole[:, :40], False)
+    for at in range(40, 300):
+        step = torch.randn(7, 3, 1, 4)
+        step[2, :, 0] = whole[:, at]
+        rows.add(np.asarray([at]), step[2], False)
+        step.zero_()  # that memory may be used again
+    positions, values = rows.joined()
+    assert positions.tolist() == [*range(300)]
+    assert torch.equal(values, whole)
+    assert values.is_contiguous() == (most == 300)
+
+
+def test_dense_attention_grows_with_the_keys():
+    rows = Rows(10, same_width=False)
+    rows.add(np.asarray([0, 1]), torch.ones(2, 2, 2), True)
+    rows.add(np.asarray([2]), torch.ones(2, 1, 3), True)
+    _, values = rows.joined()
+    assert values.shape == (2, 3, 3)
+    assert values[0, :, 2].tolist() == [0, 0, 1]
 
 
 def test_an_engine_with_nothing_armed_has_nothing_to_prove():

@@ -39,7 +39,7 @@ from ..runtime.edits import resolve_edits
 from ..runtime.loading import LoadedProgram, load_program
 from ..runtime.requests import PAYLOAD_KEY, Lane, payload
 from .chat import carry_chat, read_prompt
-from .output import Collector, Context, Use
+from .output import Collector, Context, Use, most_rows
 from .settings import Settings
 
 #: Key of ``SamplingParams.extra_args`` with which a request names its programs.
@@ -303,14 +303,15 @@ class Frontend:
                     "Wait for running requests, share vectors, or start with more `slots`"
                 )
 
+    def _end(self, context: Context, params: SamplingParams) -> int:
+        """Positions of the request lie below."""
+        return min(self._max_len, len(context.prompt_ids) + (params.max_tokens or self._max_len))
+
     def _check_size(self, context: Context, params: SamplingParams) -> None:
-        prompt = len(context.prompt_ids)
-        end = min(self._max_len, prompt + (params.max_tokens or self._max_len))
+        prompt, end = len(context.prompt_ids), self._end(context, params)
         total = 0
         for (name, _, resolved), lane in zip(context.observations(), context.lanes, strict=True):
-            rows = sum(max(0, min(b if b is not None else end, end) - a) for a, b in resolved.rows)
-            if resolved.token_ids:
-                rows += end - prompt  # which generated tokens are wanted is known only afterwards
+            rows = most_rows(resolved, prompt, end)
             size = (
                 (params.n or 1)
                 * rows
@@ -338,7 +339,8 @@ class Frontend:
         params = request.sampling_params
         data = (params.extra_args or {}).get(PAYLOAD_KEY) if params is not None else None
         if data is not None:
-            _observe_state(self._outputs.request_states[request.request_id], Collector(data.context))
+            collector = Collector(data.context, self._end(data.context, params))
+            _observe_state(self._outputs.request_states[request.request_id], collector)
             self._running[request.request_id] = data
         return out
 

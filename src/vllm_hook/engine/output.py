@@ -22,6 +22,7 @@ from ..runtime.collect import Record
 from ..runtime.edits import EditRequest
 from ..runtime.plan import positions_within
 from ..runtime.requests import Lane
+from ..runtime.rows import Rows
 from ..sites import site
 
 logger = logging.getLogger(__name__)
@@ -57,10 +58,11 @@ class Context:
 
 @dataclass
 class Collector:
-    """Accumulates the rows of one sample of a request."""
+    """Accumulates the rows of one sample of a request, whose positions are below ``end``."""
 
     context: Context
-    chunks: dict[int, list[tuple[np.ndarray, Tensor]]] = field(default_factory=dict)
+    end: int
+    rows: dict[int, Rows] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def add(self, records: Sequence[Any]) -> None:
@@ -69,11 +71,15 @@ class Collector:
                 self.failures.append(record)
                 continue
             if isinstance(record, Record):  # the engine runs in this process
-                index, positions = record.index, record.positions
-                values = record.values if record.alone else _own(record.values)
+                index, positions, values, alone = record.index, record.positions, record.values, record.alone
             else:
                 index, positions, values = wire.unpack(record)
-            self.chunks.setdefault(index, []).append((positions, values))
+                alone = True
+            if index not in self.rows:
+                _, _, resolved = self.context.observations()[index]
+                most = most_rows(resolved, len(self.context.prompt_ids), self.end)
+                self.rows[index] = Rows(most, same_width=self.context.lanes[index].site != "attention")
+            self.rows[index].add(positions, values, alone)
 
     def finish(self, token_ids: Sequence[int], aborted: bool) -> HookResult:
         """The result for the tokens that were kept. Never raises: what is wrong is in ``errors``."""
@@ -83,14 +89,14 @@ class Collector:
         errors: dict[str, str] = {}
         for index, (name, definition, resolved) in enumerate(context.observations()):
             wanted = wanted_positions(resolved, tokens, len(context.prompt_ids))
-            value, missing = assemble(self.chunks.get(index, []), wanted, context.lanes[index])
+            value, missing = assemble(self.rows.get(index), wanted, context.lanes[index])
             observed[name] = describe(definition, resolved, context.lanes[index], wanted, value)
             if missing:
                 errors[name] = self._why(missing, aborted)
         if self.failures and context.edits is not None:
             for use in context.uses:
                 errors.setdefault(use.program.name, f"interventions may not have acted: {self.failures[0]}")
-        self.chunks.clear()
+        self.rows.clear()
         scores, failed = score_all(context.uses, observed, errors)
         result = HookResult(
             observed=observed,
@@ -114,10 +120,11 @@ class Collector:
         return f"{len(missing)} of the positions asked for are missing ({shown}): {cause}"
 
 
-def _own(values: Tensor) -> Tensor:
-    """Rows of one request are a view of a step's rows of all requests; do not keep those alive."""
-    whole = values.untyped_storage().nbytes()
-    return values.clone() if whole > 2 * values.numel() * values.element_size() else values
+def most_rows(resolved: ResolvedObservation, prompt: int, end: int) -> int:
+    """Rows that an observation can come to in a request whose positions are below ``end``."""
+    rows = sum(max(0, min(b if b is not None else end, end) - a) for a, b in resolved.rows)
+    # Which generated tokens are wanted is known only afterwards.
+    return rows + (end - prompt if resolved.token_ids else 0)
 
 
 def wanted_positions(resolved: ResolvedObservation, tokens: Sequence[int], prompt_len: int) -> np.ndarray:
@@ -130,20 +137,14 @@ def wanted_positions(resolved: ResolvedObservation, tokens: Sequence[int], promp
     return np.union1d(wanted, np.asarray(extra, dtype=wanted.dtype))
 
 
-def assemble(
-    chunks: Sequence[tuple[np.ndarray, Tensor]], wanted: np.ndarray, lane: Lane
-) -> tuple[Tensor | None, list[int]]:
+def assemble(rows: Rows | None, wanted: np.ndarray, lane: Lane) -> tuple[Tensor | None, list[int]]:
     """Rows at exactly ``wanted``, in order, from rows in any order; of a position run twice the last counts.
 
     Returns the values (rows on dim 1) and the positions that are missing.
     """
-    if not chunks:
+    if rows is None:
         return None, wanted.tolist()
-    if lane.site == "attention":
-        width = max(v.shape[-1] for _, v in chunks)
-        chunks = [(p, torch.nn.functional.pad(v, (0, width - v.shape[-1]))) for p, v in chunks]
-    positions = np.concatenate([p for p, _ in chunks])
-    values = _joined([v for _, v in chunks])
+    positions, values = rows.joined()
     if np.array_equal(positions, wanted):
         return values, []
     at = {int(p): i for i, p in enumerate(positions)}
@@ -153,20 +154,6 @@ def assemble(
     if lane.site == "attention" and len(wanted):
         values = values[..., : int(wanted[-1]) + 1]
     return values, missing
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Parts along dim 1; without a copy where they already lie one behind the other."""
-    first, at = parts[0], parts[0].storage_offset()
-    if len(parts) == 1:
-        return first
-    for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or part.stride() != first.stride() or part.storage_offset() != at:
-            return torch.cat(list(parts), dim=1)
-        at += part.shape[1] * part.stride(1)
-    rows = sum(part.shape[1] for part in parts)
-    return first.as_strided((first.shape[0], rows, *first.shape[2:]), first.stride(), first.storage_offset())
 
 
 def describe(

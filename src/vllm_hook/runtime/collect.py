@@ -43,11 +43,12 @@ class Record:
 @dataclass(frozen=True)
 class Taken:
     """Values of one lane in one step: [layers, rows of all pieces, ...]; with ``shapes``, one for each
-    piece, a flat tensor that holds them one after the other; or ``parts``, host tensors of the pieces."""
+    piece, a flat tensor that holds them one after the other, so that the rows of a request lie together
+    and need no gathering on the host; or ``parts``, host tensors of the pieces."""
 
     lane_plan: LanePlan
     values: Tensor | None
-    shapes: tuple[tuple[int, int, int], ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
     parts: tuple[Tensor, ...] = ()
 
 
@@ -95,8 +96,7 @@ def collect(
             assert pages is not None
             taken.append(_attention(lane_plan, plan, bank, facts, pages, shard))
         else:
-            rows = _rows(lane_plan, plan, bank, facts, shard)
-            taken.append(Taken(lane_plan, _reduced(lane_plan, rows)))
+            taken.append(_stream_or_heads(lane_plan, plan, bank, facts, shard))
     return taken
 
 
@@ -120,21 +120,35 @@ def split(taken: Sequence[Taken]) -> dict[str, list[Record]]:
     return records
 
 
-def _rows(lane_plan: LanePlan, plan: StepPlan, bank: SiteBank, facts: ModelFacts, shard: Shard) -> Tensor:
-    """[layers, rows, *row shape]: a fresh tensor, since the buffers are written again in the next step."""
+def _stream_or_heads(
+    lane_plan: LanePlan, plan: StepPlan, bank: SiteBank, facts: ModelFacts, shard: Shard
+) -> Taken:
+    lengths = {len(piece.positions) for piece in lane_plan.pieces}
+    if lane_plan.lane.reduce is not None or len(lengths) > 1:
+        return Taken(lane_plan, _reduced(lane_plan, _rows(lane_plan, plan, bank, facts, shard)))
+    rows = _rows(lane_plan, plan, bank, facts, shard, pieces=len(lane_plan.pieces))
+    return Taken(lane_plan, rows.reshape(-1), (tuple(rows.shape[1:]),) * len(lane_plan.pieces))
+
+
+def _rows(
+    lane_plan: LanePlan, plan: StepPlan, bank: SiteBank, facts: ModelFacts, shard: Shard, pieces: int = 0
+) -> Tensor:
+    """[layers, rows, *row shape], or for ``pieces`` of equal length [pieces, layers, rows of one, *row
+    shape]: a fresh tensor, since the buffers are written again in the next step."""
     lane = lane_plan.lane
     index = {t: _on(i, bank.device) for t, i in lane_plan.index.items()}
     per_layer = []
     for layer in lane.layers:
         key = (lane.tap_site, layer)
-        per_layer.append(bank.rows(key, index[plan.table_of[key]]))
-    rows = torch.stack(per_layer)
+        own = bank.rows(key, index[plan.table_of[key]])
+        per_layer.append(own.view(pieces, -1, own.shape[-1]) if pieces else own)
+    rows = torch.stack(per_layer, dim=1 if pieces else 0)
     if site(lane.site).kind == "head":
         kv = lane.site in ("k", "v")
-        rows = rows.view(*rows.shape[:2], len(shard.heads(facts, kv)), facts.head_dim)
+        rows = rows.view(*rows.shape[:-1], len(shard.heads(facts, kv)), facts.head_dim)
         rows = shard.join(rows, facts.kv_heads if kv else None)
         if lane.heads is not None:
-            rows = rows[:, :, list(lane.heads)]
+            rows = rows[..., list(lane.heads), :]
     return rows.float() if lane.dtype == "float32" else rows
 
 

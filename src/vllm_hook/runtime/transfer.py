@@ -23,8 +23,10 @@ from .plan import LanePlan, Piece, StepPlan, positions_within
 
 logger = logging.getLogger(__name__)
 
-#: Captures of at least this many bytes a step are sent layer by layer.
+#: Captures of at least this many bytes a step are sent layer by layer, if that takes no copies smaller
+#: than this on average: the host needs about 5 us for each, in which the bus moves as much.
 EARLY_BYTES = 8 << 20
+EARLY_COPY_BYTES = 256 << 10
 
 
 class Transfer:
@@ -80,7 +82,8 @@ class Transfer:
             if not _as_taken(lane_plan) or any(buf.data_ptr() in after_tap for buf in bufs):
                 continue
             rows = sum(len(piece.positions) for piece in lane_plan.pieces)
-            if len(bufs) * rows * bufs[0].shape[1] * bufs[0].element_size() < EARLY_BYTES:
+            size = rows * bufs[0].shape[1] * bufs[0].element_size()
+            if len(bufs) * size < EARLY_BYTES or size < EARLY_COPY_BYTES * len(lane_plan.pieces):
                 continue
             parts = [
                 self._home(piece, len(bufs), facts.row_shape(lane.site), bufs[0])
