@@ -125,7 +125,11 @@ class HookLLM:
                 f"a list gives one spec per prompt: {len(hooks)} given for {count} prompts; "
                 'several programs for all prompts are {"use": [...]}',
             )
-        return [self._with_hook(p, h) for p, h in zip(each, hooks, strict=True)]
+        made: dict[tuple[int, int], SamplingParams] = {}  # vLLM copies what each request is given
+        for p, h in zip(each, hooks, strict=True):
+            if (id(p), id(h)) not in made:
+                made[id(p), id(h)] = self._with_hook(p, h)
+        return [made[id(p), id(h)] for p, h in zip(each, hooks, strict=True)]
 
     def _with_hook(self, params: SamplingParams, hook: Any) -> SamplingParams:
         """A copy of ``params`` that names its programs; the caller's object is left as it is."""

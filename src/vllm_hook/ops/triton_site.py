@@ -31,15 +31,23 @@ _LATCHED_PROGRAMS = 64
 
 
 @triton.jit
+def _word(step, at):
+    """Tables and vectors are to stay in the L2 cache while a layer's weights stream through it: a
+    look-up costs a third of one in memory then, and look-ups that wait for each other are most of
+    what a site takes."""
+    return tl.load(step + at, eviction_policy="evict_last")
+
+
+@triton.jit
 def _float(step, at):
-    return tl.load(step + at).to(tl.float32, bitcast=True)
+    return _word(step, at).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _value(x, bank, step, cond, d, width):
     """What a condition compares with its bound: see run_conditions."""
-    kind = tl.load(step + cond)
-    u = tl.load(bank + tl.load(step + cond + 1).to(tl.int64) * width + d, mask=d < width, other=0.0)
+    kind = _word(step, cond)
+    u = tl.load(bank + _word(step, cond + 1).to(tl.int64) * width + d, mask=d < width, other=0.0)
     dot = tl.sum(x * u, 0)
     norm = tl.sqrt(tl.sum(x * x, 0))
     value = tl.where(kind == 2, norm, tl.where(kind == 1, dot / tl.maximum(norm, 1e-30), dot))
@@ -47,25 +55,46 @@ def _value(x, bank, step, cond, d, width):
 
 
 @triton.jit
-def _vector(bank, step, entry, which, d, width, mask, e, n_entries):
-    """u (1) or v (2) of the e-th entry, spread over the row: zero outside the entry's head."""
-    at = d - tl.load(step + entry + 5) * width
-    slot = tl.load(step + entry + which).to(tl.int64)
-    inside = mask & (at >= 0) & (at < width) & (d * 0 + e < n_entries)
-    return tl.load(bank + slot * width + at, mask=inside, other=0.0)
+def _entry(step, entry):
+    """The fields of an entry but for its vectors."""
+    return (
+        _word(step, entry),  # kind
+        _word(step, entry + 3),  # act
+        _word(step, entry + 4),  # keep the norm
+        _word(step, entry + 5),  # head
+        _float(step, entry + 9),  # a
+        _float(step, entry + 10),  # b
+        _float(step, entry + 11),  # c
+        _float(step, entry + 12),  # theta
+        _word(step, entry + 6),  # gate kind
+        _word(step, entry + 7),  # gate
+        _word(step, entry + 8),  # row gate
+    )
 
 
 @triton.jit
-def _change(x, u, v, step, entry, d, width, mask):
+def _vectors(bank, step, entry, fields, d, width, mask, present):
+    """u and v of an entry, spread over the row: zero outside its head. An entry that only adds needs no u."""
+    kind, _, _, head, _, b, _, _, _, _, _ = fields
+    at = d - head * width
+    inside = mask & (at >= 0) & (at < width) & (d * 0 + present.to(tl.int32) > 0)
+    read = (kind == 1) | (b != 0.0)
+    u_slot, v_slot = _word(step, entry + 1).to(tl.int64), _word(step, entry + 2).to(tl.int64)
+    v = tl.load(bank + v_slot * width + at, mask=inside, other=0.0, eviction_policy="evict_last")
+    inside = inside & (d * 0 + read.to(tl.int32) > 0)
+    u = tl.load(bank + u_slot * width + at, mask=inside, other=0.0, eviction_policy="evict_last")
+    return u, v
+
+
+@triton.jit
+def _change(x, u, v, fields, d, width, mask):
     """What one entry adds to a row."""
-    kind, act, keep = tl.load(step + entry), tl.load(step + entry + 3), tl.load(step + entry + 4)
-    a, b = _float(step, entry + 9), _float(step, entry + 10)
+    kind, act, keep, head, a, b, c, theta, _, _, _ = fields
     change = a * v
     if (kind == 1) | (b != 0.0):
-        score = tl.sum(x * u, 0) + _float(step, entry + 11)
-        if act != 0:
-            floor = tl.where(act == 2, _float(step, entry + 12), 0.0)
-            score = tl.where(score > floor, score, 0.0)
+        score = tl.sum(x * u, 0) + c
+        floor = tl.where(act == 2, theta, 0.0)
+        score = tl.where((act == 0) | (score > floor), score, 0.0)
         if kind == 1:
             second = tl.sum(x * v, 0)
             length = tl.sqrt(score * score + second * second)
@@ -73,7 +102,7 @@ def _change(x, u, v, step, entry, d, width, mask):
         else:
             change = (a + b * score) * v
     if keep != 0:
-        at = d - tl.load(step + entry + 5) * width
+        at = d - head * width
         old = tl.where(mask & (at >= 0) & (at < width), x, 0.0)
         moved = old + change
         scale = tl.sqrt(tl.sum(old * old, 0)) / tl.maximum(tl.sqrt(tl.sum(moved * moved, 0)), 1e-30)
@@ -82,8 +111,8 @@ def _change(x, u, v, step, entry, d, width, mask):
 
 
 @triton.jit
-def _open(step, entry, row, flags, row_flags, flag_rows):
-    kind, gate, row_gate = tl.load(step + entry + 6), tl.load(step + entry + 7), tl.load(step + entry + 8)
+def _open(fields, row, flags, row_flags, flag_rows):
+    _, _, _, _, _, _, _, _, kind, gate, row_gate = fields
     open = 1
     if kind == 1:
         open = (tl.load(flags + gate) > 0).to(tl.int32)
@@ -93,6 +122,12 @@ def _open(step, entry, row, flags, row_flags, flag_rows):
         chosen = tl.load(row_flags + row_gate.to(tl.int64) * flag_rows + row) > 0
         open = open * chosen.to(tl.int32)
     return open
+
+
+@triton.jit
+def _gated_change(x, u, v, fields, d, width, mask, row, flags, row_flags, flag_rows):
+    change = _change(x, u, v, fields, d, width, mask)
+    return tl.where(_open(fields, row, flags, row_flags, flag_rows) != 0, change, 0.0)
 
 
 @triton.jit
@@ -120,23 +155,26 @@ def _site_kernel(
     j = tl.program_id(0)
     d = tl.arange(0, BLOCK)
     mask = d < D
-    # Tables and vectors do not depend on the kernel before this one: they are fetched while it ends.
-    n = tl.load(step + site + 1)
+    # Tables, vectors and the counter do not depend on the kernel before this one: they are fetched
+    # while it ends.
+    n = _word(step, site + 1)
+    times = _word(fired, 0)
     if j == 0:
         record = site + 4
         entries = site + 12
-        n_entries = tl.load(step + record + 3)
+        n_entries = _word(step, record + 3)
     else:
-        record = tl.load(step + site) + j * 8 * (j < n).to(tl.int32)
-        entries = tl.load(step + record + 2)
-        n_entries = tl.load(step + record + 3) * (j < n).to(tl.int32)
-    row = tl.load(step + record).to(tl.int64)
-    dst = tl.load(step + record + 1).to(tl.int64)
+        valid = (j < n).to(tl.int32)
+        record = _word(step, site) + j * 8 * valid
+        entries = _word(step, record + 2) * valid
+        n_entries = _word(step, record + 3) * valid
+    row = _word(step, record).to(tl.int64)
+    dst = _word(step, record + 1).to(tl.int64)
     if HAS_STATE:
-        u_0 = _vector(bank, step, entries, 1, d, width, mask, 0, n_entries)
-        v_0 = _vector(bank, step, entries, 2, d, width, mask, 0, n_entries)
-        u_1 = _vector(bank, step, entries + 16, 1, d, width, mask, 1, n_entries)
-        v_1 = _vector(bank, step, entries + 16, 2, d, width, mask, 1, n_entries)
+        conds, n_conds = _word(step, record + 4), _word(step, record + 5)
+        first, second = _entry(step, entries), _entry(step, entries + 16)
+        u_0, v_0 = _vectors(bank, step, entries, first, d, width, mask, n_entries > 0)
+        u_1, v_1 = _vectors(bank, step, entries + 16, second, d, width, mask, n_entries > 1)
     if launch_pdl:
         tl.extra.cuda.gdc_wait()
     if j < n:
@@ -146,35 +184,31 @@ def _site_kernel(
             rest = tl.load(residual + row * residual_row + d, mask=mask, other=0.0).to(tl.float32)
         if HAS_STATE:
             x = own + rest
-            conds, n_conds = tl.load(step + record + 4), tl.load(step + record + 5)
             for k in range(n_conds):
-                cond = tl.load(step + conds + k)
+                cond = _word(step, conds + k)
                 value = _value(x, bank, step, cond, d, width)
                 bound = _float(step, cond + 9)
-                holds = tl.where(tl.load(step + cond + 3) != 0, value > bound, value < bound)
-                flag = tl.load(step + cond + 4).to(tl.int64)
+                holds = tl.where(_word(step, cond + 3) != 0, value > bound, value < bound)
+                flag = _word(step, cond + 4).to(tl.int64)
                 tl.store(row_flags + flag * flag_rows + row, holds.to(tl.float32))
             if n_conds > 0:
                 tl.debug_barrier()
             delta = tl.zeros([BLOCK], dtype=tl.float32)
             if n_entries > 0:
-                change = _change(x, u_0, v_0, step, entries, d, width, mask)
-                delta = tl.where(_open(step, entries, row, flags, row_flags, flag_rows) != 0, change, 0.0)
+                delta = _gated_change(x, u_0, v_0, first, d, width, mask, row, flags, row_flags, flag_rows)
             if n_entries > 1:
-                change = _change(x + delta, u_1, v_1, step, entries + 16, d, width, mask)
-                change = tl.where(
-                    _open(step, entries + 16, row, flags, row_flags, flag_rows) != 0, change, 0.0
+                delta += _gated_change(
+                    x + delta, u_1, v_1, second, d, width, mask, row, flags, row_flags, flag_rows
                 )
-                delta += change
             if n_entries > 2:
-                others = tl.load(step + record + 2)
+                others = _word(step, record + 2)
                 for e in range(2, n_entries):
                     entry = others + e * 16
-                    u = _vector(bank, step, entry, 1, d, width, mask, e, n_entries)
-                    v = _vector(bank, step, entry, 2, d, width, mask, e, n_entries)
-                    change = _change(x + delta, u, v, step, entry, d, width, mask)
-                    change = tl.where(_open(step, entry, row, flags, row_flags, flag_rows) != 0, change, 0.0)
-                    delta += change
+                    fields = _entry(step, entry)
+                    u, v = _vectors(bank, step, entry, fields, d, width, mask, n_entries > e)
+                    delta += _gated_change(
+                        x + delta, u, v, fields, d, width, mask, row, flags, row_flags, flag_rows
+                    )
             if n_entries > 0:
                 # A row that did not change keeps its bits, also the sign of a zero.
                 new = tl.where(delta == 0.0, own, own + delta).to(h.dtype.element_ty)
@@ -184,7 +218,7 @@ def _site_kernel(
             if dst >= 0:
                 tl.store(buf + dst * D + d, (own + rest).to(buf.dtype.element_ty), mask=mask)
         if j == 0:
-            tl.store(fired, tl.load(fired) + 1)
+            tl.store(fired, times + 1)
 
 
 @triton.jit
@@ -247,7 +281,7 @@ def launch_site(
     if h.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
         raise UnsupportedError("a site needs rows whose columns are neighbours")
     block = triton.next_power_of_2(width)
-    warps = 16 if block >= 8192 else 8 if block >= 2048 else 4
+    warps = _warps(block)
     other = h if residual is None else residual
     bank = fired if state is None else state.bank
     flags, row_flags = (fired, fired) if state is None else (state.flags, state.row_flags)
@@ -268,6 +302,10 @@ def launch_site(
         HAS_STATE=state is not None, num_warps=warps,
         launch_pdl=tokens <= EARLY_LAUNCH_ROWS and _early_launch(h.device),
     )  # fmt: skip
+
+
+def _warps(block: int) -> int:
+    return 16 if block >= 8192 else 8 if block >= 2048 else 4
 
 
 @cache

@@ -67,6 +67,8 @@ def make_plan(view: BatchView, states: Mapping[str, RequestState]) -> StepPlan |
         first, start = int(view.first[i]), int(view.starts[i])
         stop = first + int(view.starts[i + 1]) - start
         state.high = max(state.high, stop)
+        if first >= state.end:
+            continue
         low = max(first, state.skip_below)
         for watch in state.watches:
             positions = positions_within(watch.rows, low, stop)

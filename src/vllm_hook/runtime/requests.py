@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -69,6 +70,12 @@ class RequestState:
     decided_below: int = 0
     high: int = 0
     prompt: int = 0
+    end: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """``end``: no row from there on is watched."""
+        ends = [b for watch in self.watches for _, b in watch.rows]
+        self.end = max((inf if b is None else b for b in ends), default=0)
 
 
 @dataclass
