@@ -2,7 +2,8 @@
 
     python scripts/gpu_check.py OUT [--only PART,PART] [--rounds 20]
 
-Parts: kernels, device, engine, bench, prompt-rows, forms, bus, profile, cache, and tp on two GPUs. Needs
+Parts: kernels, device, engine, bench, prompt-rows, forms, bus, profile, idle, cache, and tp on two GPUs.
+Needs
 vLLM for CUDA, this package importable with its entry points, and pytest. Every part is a process of
 its own with a log in OUT; tests run side by side, what is timed runs alone. Prints a short table
 last; exits non-zero if a part failed.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +24,19 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TESTS = ROOT / "tests"
 ENGINE = ("sites", "edit_cache", "edit_programs", "passive", "edit_slots", "edit_safety", "families")
-PARTS = ("kernels", "device", "engine", "bench", "prompt-rows", "forms", "bus", "profile", "cache", "tp")
+PARTS = (
+    "kernels",
+    "device",
+    "engine",
+    "bench",
+    "prompt-rows",
+    "forms",
+    "bus",
+    "profile",
+    "idle",
+    "cache",
+    "tp",
+)
 
 
 def main() -> int:
@@ -60,6 +74,7 @@ def main() -> int:
         "forms": [sys.executable, str(HERE / "gpu_forms.py"), str(args.out)],
         "bus": [sys.executable, str(HERE / "gpu_parts.py"), "bus", str(args.out)],
         "profile": [sys.executable, str(HERE / "gpu_parts.py"), "profile", str(args.out)],
+        "idle": [sys.executable, str(HERE / "gpu_parts.py"), "idle", str(args.out)],
         "cache": [sys.executable, str(HERE / "gpu_parts.py"), "cache", str(args.out)],
         "tp": [sys.executable, str(HERE / "gpu_parts.py"), "tp", str(args.out)],
     }
@@ -92,7 +107,11 @@ def run(commands: dict[str, list[str]], out: Path, limit: int) -> list[tuple[str
         try:
             code = child.wait(max(1.0, limit - (time.time() - begin)))
         except subprocess.TimeoutExpired:
-            child.kill()
+            child.send_signal(signal.SIGINT)  # pytest tells what it has seen so far
+            try:
+                child.wait(10)
+            except subprocess.TimeoutExpired:
+                child.kill()
             code = 124
         lines = [line for line in logs[name].read_text(errors="replace").splitlines() if line.strip()]
         told.append((name, code, time.time() - begin, lines[-1] if lines else ""))

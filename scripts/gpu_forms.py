@@ -105,11 +105,13 @@ class Forms:
                 run()
         return graph
 
-    def with_bank(self, name: str, taps: bool, entries: int, early: bool):
+    def with_bank(self, name: str, taps: bool, entries: int, early: bool, warps: int = 8):
         """A captured graph, and what loads its tables before it is timed."""
         bank = self.banks[name]
         bank.area.set_live(True)
         triton_site._early_launch = lambda device: early
+        triton_site.EARLY_LAUNCH_ROWS = ROWS
+        triton_site._warps = lambda block, only_taps: warps
         graph = self.graph(lambda layer, y, r: bank.sites["resid_post", layer](y, r))
         rows = np.arange(self.tokens, dtype=np.int32)
         tap = StepPlan((rows,), dict.fromkeys(PLACES, 0), ()) if taps else None
@@ -159,6 +161,11 @@ def main() -> None:
             graphs[f"edit op, tap{how}"] = forms.with_bank("both", True, 0, early)
             graphs[f"edit op, 1 edit a row{how}"] = forms.with_bank("both", False, 1, early)
             graphs[f"edit op, 2 edits a row{how}"] = forms.with_bank("both", False, 2, early)
+        for warps in (4, 16):
+            early = tokens == 1
+            graphs[f"tap op, every row, {warps} warps"] = forms.with_bank("taps", True, 0, early, warps)
+            graphs[f"edit op, tap, {warps} warps"] = forms.with_bank("both", True, 0, early, warps)
+            graphs[f"edit op, 2 edits a row, {warps} warps"] = forms.with_bank("both", False, 2, early, warps)
         times = measure(graphs)
         base = times["plain"]
         found[tokens] = {name: round((t - base) / LAYERS * 1e3, 2) for name, t in times.items()}

@@ -1,12 +1,14 @@
-"""Single measurements on a GPU for ``gpu_check.py``: bus, profile, cache, tp. Results go to files.
+"""Single measurements on a GPU for ``gpu_check.py``: bus, profile, idle, cache, tp. Results go to files.
 
 python scripts/gpu_parts.py PART OUT
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -36,7 +38,7 @@ def bus(out: Path) -> None:
     tokens, params = prompts(work, 20_000), SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     size = 8 * 4000 * 32 * 4096 * 2
     seconds: dict[str, list[float]] = {"captured": [], "plain": []}
-    for _ in range(7):
+    for _ in range(10):  # pinned memory is new in the first
         for name, hook in (("captured", "prompt"), ("plain", False)):
             begin = time.perf_counter()
             outs = llm.generate(tokens, params, hook=hook, use_tqdm=False)
@@ -46,7 +48,7 @@ def bus(out: Path) -> None:
                 assert outs[0].hook.observed["h"].values.shape == (32, 4000, 4096)
             del outs
     copy = gpu.pinned_copy()
-    captured, plain = sorted(seconds["captured"][2:])[2], sorted(seconds["plain"][2:])[2]
+    captured, plain = (statistics.median(seconds[name][2:]) for name in ("captured", "plain"))
     rate = size / captured / 1e9
     found = {"seconds": seconds, "bytes": size, "gb_s": rate, "pinned_copy_gb_s": copy, "share": rate / copy}
     (out / "bus.json").write_text(json.dumps(found))
@@ -54,28 +56,92 @@ def bus(out: Path) -> None:
 
 
 def profile(out: Path) -> None:
-    """Kernels of a decode step, plain and steered, with what is ours; and that no buffer is cloned."""
+    """Where the time of decode steps goes, plain and with each program: a table of kernels a step, time in
+    which the device had nothing to do, and traces for a closer look (chrome://tracing)."""
     import torch
-    from vllm import SamplingParams
+    from torch.profiler import ProfilerActivity
 
-    from vllm_hook import HookLLM
+    from vllm_hook.bench.measure import runner
 
-    settings, _ = gpu.shared_settings(None, out / "profile", {})
+    settings, config = gpu.shared_settings(None, out / "profile", {})
     sources = gpu.programs(32, 32, gpu.write_vectors(out / "v.safetensors", gpu.LLAMA_8B))
-    llm = HookLLM(programs=[sources[n] for n in ("stack", "last", "every")], **settings)
+    plain = gpu.start_engine(gpu.PLAIN, settings, [], out)
+    used = [sources[name] for name in gpu.ENGINES["32 sites"]]
+    hooked = gpu.start_engine("hooked", settings, used, out)
+    cases = [(1, "plain"), *((1, hook) for hook in (False, "stack", "every", "steer3"))]
+    cases += [(128, "plain"), *((128, hook) for hook in (False, "stack", "last"))]
     found: dict[str, Any] = {}
-    for name, hook in (("idle", False), ("stack", "stack"), ("every", "every")):
-        params = SamplingParams(temperature=0, max_tokens=33, ignore_eos=True, detokenize=False)
-        tokens = prompts(Workload("", 1, 64, 33), 20_000)
-        llm.generate(tokens, params, hook=hook, use_tqdm=False)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            llm.generate(tokens, params, hook=hook, use_tqdm=False)
+    for batch, hook in cases:
+        name, steps = f"{hook or 'idle'}-{batch}", 17
+        engine, hook = (plain, None) if hook == "plain" else (hooked, hook)
+        run = runner(engine, Workload("", batch, 64, steps), config["vocab_size"], hook)
+        run()
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            run()
             torch.cuda.synchronize()
-        spent = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
-        found[name] = [(e.key[:100], e.count, round(e.self_device_time_total, 1)) for e in spent[:40]]
-        ours = [e for e in found[name] if any(part in e[0] for part in ("_site_kernel", "emcpy", "clone"))]
-        print(name, "33 steps:", [(key[:40], count, f"{time_ / count:.1f} us") for key, count, time_ in ours])
+        seen.export_chrome_trace(str(out / f"trace-{name}.json.gz"))
+        found[name] = kernels(out / f"trace-{name}.json.gz", steps)
+        ours = {key: value for key, value in found[name]["kernels"].items() if "_site_kernel" in key}
+        print(name, {key: round(value, 1) for key, value in found[name].items() if key != "kernels"}, ours)
     (out / "profile.json").write_text(json.dumps(found, indent=1))
+
+
+def kernels(trace: Path, steps: int) -> dict[str, Any]:
+    """Microseconds a step: busy, idle between the first and the last kernel, and [count, time] by kernel."""
+    with gzip.open(trace) as file:
+        events = json.load(file)["traceEvents"]
+    device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    device.sort(key=lambda e: e["ts"])
+    spent: dict[str, list[float]] = {}
+    idle, end = 0.0, device[0]["ts"]
+    for event in device:
+        own = spent.setdefault(event["name"][:90], [0.0, 0.0])
+        own[0] += 1 / steps
+        own[1] += event["dur"] / steps
+        idle += max(0.0, event["ts"] - end)
+        end = max(end, event["ts"] + event["dur"])
+    whole = end - device[0]["ts"]
+    most = sorted(spent.items(), key=lambda item: -item[1][1])[:40]
+    return {"whole": whole / steps, "idle": idle / steps, "kernels": dict(most)}
+
+
+def idle(out: Path) -> None:
+    """Armed and idle against plain, three engines of each: how far engines that do the same are apart, and
+    whether armed ones are apart from that."""
+    import numpy as np
+    from rich.console import Console
+
+    from vllm_hook.bench.measure import interleaved, runner
+
+    settings, config = gpu.shared_settings(None, out / "idle", {"kv_cache_memory_bytes": 5 << 29})
+    sources = gpu.programs(32, 32, gpu.write_vectors(out / "v.safetensors", gpu.LLAMA_8B))
+    armed = [sources[name] for name in gpu.ENGINES["32 sites"]]
+    engines = {}
+    for i in range(3):
+        engines[f"plain {i}"] = gpu.start_engine(gpu.PLAIN, settings, [], out)
+        engines[f"armed {i}"] = gpu.start_engine("armed", settings, armed, out)
+    work = (gpu.ONE, gpu.MANY, Workload("prefill, 2 prompts of 4,000 tokens", 2, 4000, 1))
+    runs = {
+        (name, w): runner(engine, w, config["vocab_size"], False if "armed" in name else None)
+        for w in work
+        for name, engine in engines.items()
+    }
+    seconds = interleaved(runs, 20, "bfloat16", Console())
+    found = {}
+    random = np.random.default_rng(0)
+    for w in work:
+        plain = np.asarray([seconds[f"plain {i}", w] for i in range(3)])  # [engine, round]
+        hooked = np.asarray([seconds[f"armed {i}", w] for i in range(3)])
+        medians = [np.median(x, axis=1) / np.median(plain) for x in (plain, hooked)]
+        ratios = hooked.mean(axis=0) / plain.mean(axis=0)
+        low, high = np.percentile(np.median(random.choice(ratios, (2000, len(ratios))), axis=1), [2.5, 97.5])
+        found[w.name] = {
+            "ratio": float(np.median(ratios)), "interval": [low, high],
+            "plain engines": medians[0].tolist(), "armed engines": medians[1].tolist(),
+        }  # fmt: skip
+        told = [[round(float(m), 4) for m in own] for own in medians]
+        print(f"{w.name}: {np.median(ratios):.4f} ({low:.4f}-{high:.4f}); plain {told[0]}, armed {told[1]}")
+    (out / "idle.json").write_text(json.dumps(found, indent=1))
 
 
 def cache(out: Path) -> None:
@@ -137,5 +203,5 @@ def tp(out: Path) -> None:
 if __name__ == "__main__":
     folder = Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
-    {"bus": bus, "profile": profile, "cache": cache, "tp": tp}[sys.argv[1]](folder)
+    {"bus": bus, "profile": profile, "idle": idle, "cache": cache, "tp": tp}[sys.argv[1]](folder)
     os._exit(0)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import load as load_safetensors
 from torch import nn
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from ..errors import UnsupportedError
 from ..ops.attention import PagedKeys
@@ -208,17 +209,9 @@ class RunnerHook:
                 message = f"failed in the worker: {type(error).__name__}: {error}"
                 return {}, {**lost, **{p.req_id: message for t in taken for p in t.lane_plan.pieces}}
 
-        if hasattr(output, "get_output"):
-            materialise = output.get_output
-
-            def get_output() -> Any:
-                result = materialise()
-                setattr(result, OUTPUT_KEY, rows())
-                return result
-
-            output.get_output = get_output
-        else:
-            setattr(output, OUTPUT_KEY, rows())
+        if isinstance(output, AsyncModelRunnerOutput):
+            return _LaterOutput(output, rows)
+        setattr(output, OUTPUT_KEY, rows())
         return output
 
     def _shield(self, view: BatchView) -> _Shield:
@@ -302,6 +295,22 @@ class RunnerHook:
             "tensors": sorted([*self.tracker.tensors, *self.tracker.vectors]),
             "fired": {f"{name}@{layer}": int(s.fired) for (name, layer), s in self.bank.sites.items()},
         }
+
+
+class _LaterOutput(AsyncModelRunnerOutput):
+    """The engine's own output and the rows of its step, once both have come to the host. It lets go of
+    the rows then, which may be gigabytes of pinned memory that the next step could use."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, rows: Callable[[], StepRows]) -> None:
+        self._output = output
+        self._rows: Callable[[], StepRows] | None = rows
+
+    def get_output(self) -> Any:
+        result = self._output.get_output()
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            setattr(result, OUTPUT_KEY, rows())
+        return result
 
 
 class _Shield:
