@@ -1,11 +1,12 @@
-"""Rows between processes: plain lists and bytes, which every serializer of the engine carries.
+"""Rows between processes: a list of plain data that says what there is, and one tensor with all bytes.
 
-A record is ``[index, positions int32 bytes, dtype name, shape, data bytes]``. numpy has no bf16,
-so tensors travel as raw bytes.
+Serializers of engines copy what stands among their plain data, and send tensors as they are. numpy
+has no bf16, so rows travel as bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,26 +16,49 @@ from torch import Tensor
 _DTYPES = {
     str(t).removeprefix("torch."): t for t in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 }
+#: Every record begins at a multiple of this, as views of wider types need.
+_ALIGN = 16
+
+Row = tuple[int, np.ndarray, Tensor]
 
 
-def pack(index: int, positions: np.ndarray, values: Tensor) -> list[Any]:
-    """One record as plain data."""
-    data = values.contiguous().view(torch.uint8).numpy().tobytes() if values.numel() else b""
-    return [
-        index,
-        positions.astype(np.int32, copy=False).tobytes(),
-        str(values.dtype).removeprefix("torch."),
-        list(values.shape),
-        data,
-    ]
+def pack(records: Sequence[Row | str]) -> tuple[list[Any], Tensor | None]:
+    """(index, positions, values) or messages -> plain data in the same order, and the bytes of all values.
+
+    The bytes of a single record are those of ``values`` itself, not a copy, where they lie together.
+    """
+    meta: list[Any] = []
+    parts: list[Tensor] = []
+    at = 0
+    for record in records:
+        if isinstance(record, str):
+            meta.append(record)
+            continue
+        index, positions, values = record
+        flat = values.contiguous().reshape(-1).view(torch.uint8)
+        dtype = str(values.dtype).removeprefix("torch.")
+        where = positions.astype(np.int32, copy=False).tobytes()
+        meta.append([index, where, dtype, list(values.shape), at, at + flat.numel()])
+        parts.append(flat)
+        at = -(-(at + flat.numel()) // _ALIGN) * _ALIGN
+    if len(parts) < 2:
+        return meta, parts[0] if parts else None
+    payload = torch.empty(at, dtype=torch.uint8)
+    rows = [entry for entry in meta if not isinstance(entry, str)]
+    for (*_, start, stop), flat in zip(rows, parts, strict=True):
+        payload[start:stop] = flat
+    return meta, payload
 
 
-def unpack(record: list[Any]) -> tuple[int, np.ndarray, Tensor]:
-    """Inverse of :func:`pack`: (index, positions, values)."""
-    index, positions, dtype, shape, data = record
-    flat = (
-        torch.frombuffer(bytearray(data), dtype=_DTYPES[dtype])
-        if data
-        else torch.empty(0, dtype=_DTYPES[dtype])
-    )
-    return index, np.frombuffer(positions, dtype=np.int32), flat.view(shape)
+def unpack(meta: Sequence[Any], payload: Tensor | None) -> list[Row | str]:
+    """Inverse of :func:`pack`. Values are views of ``payload``."""
+    found: list[Row | str] = []
+    for entry in meta:
+        if isinstance(entry, str):
+            found.append(entry)
+            continue
+        index, where, dtype, shape, start, stop = entry
+        assert payload is not None
+        values = payload[start:stop].view(_DTYPES[dtype]).view(shape)
+        found.append((index, np.frombuffer(where, dtype=np.int32), values))
+    return found

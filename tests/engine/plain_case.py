@@ -21,7 +21,7 @@ def main():
         model,
         max_model_len=512,
         max_num_seqs=16,
-        max_num_batched_tokens=1024,
+        max_num_batched_tokens=64,  # the longest prompt comes in two chunks
         block_size=32,
         dtype=dtype,
         enforce_eager=eager,

@@ -19,7 +19,7 @@ from vllm_hook.runtime.collect import collect, split
 from vllm_hook.runtime.edit_bank import EditBank
 from vllm_hook.runtime.plan import BatchView, make_plan, positions_within
 from vllm_hook.runtime.requests import PAYLOAD_KEY, Lane, Tracker, payload, read_payload, worker_rows
-from vllm_hook.runtime.rows import Rows
+from vllm_hook.runtime.rows import Record, Rows, in_line
 from vllm_hook.sites import Armed, ModelFacts
 
 FACTS = ModelFacts("fake", layers=3, heads=2, kv_heads=1, head_dim=2, hidden=4)
@@ -92,7 +92,7 @@ def gathered(records):
         return None
     rows = Rows(most=40)
     for r in records:
-        rows.add(r.positions, r.values, r.alone)
+        rows.add(r)
     return rows
 
 
@@ -287,7 +287,7 @@ def test_attention_needs_queries_and_memory_is_what_is_said():
 def rows_of(chunks, most=6, alone=True):
     rows = Rows(most)
     for positions, values in chunks:
-        rows.add(positions, values, alone)
+        rows.add(Record(0, positions, values, alone))
     return rows
 
 
@@ -306,16 +306,30 @@ def test_chunks_that_lie_behind_each_other_are_not_copied():
     assert torch.equal(values, whole[:, [0, 4, 5]])
 
 
+def test_records_in_line_leave_as_one():
+    whole = torch.arange(24.0).view(2, 6, 2)
+    cut = [Record(0, np.arange(a, b), whole[:, a:b], True) for a, b in ((0, 1), (1, 4), (4, 6))]
+    (one,) = in_line(cut)
+    assert one.positions.tolist() == [*range(6)]
+    assert torch.equal(one.values, whole)
+    assert one.values.is_contiguous()
+    other = Record(1, np.arange(2), whole[:, 4:6], True)
+    mixed = in_line(["lost", cut[0], other, cut[1], cut[2], Record(0, np.arange(1), torch.zeros(2, 1, 2))])
+    assert [r if isinstance(r, str) else (r.index, len(r.positions)) for r in mixed] == [
+        "lost", (0, 1), (1, 2), (0, 5), (0, 1),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("most", [3, 300, 1000])
 def test_rows_are_joined_as_they_come(most):
     """Steps of one row after a prompt; the tensor of a step holds those of other requests too."""
     whole = torch.randn(3, 300, 4)
     rows = Rows(most)
-    rows.add(np.arange(40), whole[:, :40], False)
+    rows.add(Record(0, np.arange(40), whole[:, :40]))
     for at in range(40, 300):
         step = torch.randn(7, 3, 1, 4)
         step[2, :, 0] = whole[:, at]
-        rows.add(np.asarray([at]), step[2], False)
+        rows.add(Record(0, np.asarray([at]), step[2]))
         step.zero_()  # that memory may be used again
     positions, values = rows.joined()
     assert positions.tolist() == [*range(300)]
@@ -325,8 +339,8 @@ def test_rows_are_joined_as_they_come(most):
 
 def test_dense_attention_grows_with_the_keys():
     rows = Rows(10, same_width=False)
-    rows.add(np.asarray([0, 1]), torch.ones(2, 2, 2), True)
-    rows.add(np.asarray([2]), torch.ones(2, 1, 3), True)
+    rows.add(Record(0, np.asarray([0, 1]), torch.ones(2, 2, 2), True))
+    rows.add(Record(0, np.asarray([2]), torch.ones(2, 1, 3), True))
     _, values = rows.joined()
     assert values.shape == (2, 3, 3)
     assert values[0, :, 2].tolist() == [0, 0, 1]

@@ -20,6 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.async_utils import make_async
 from vllm.v1.engine import FinishReason
 
+from .. import wire
 from ..errors import CapacityError, ProgramError, SiteError, UnsupportedError
 from ..program.check import split_span_ref
 from ..program.checked import Observation, tensor_uses
@@ -38,6 +39,7 @@ from ..runtime.edit_limits import HEAVY, ROW_GATES
 from ..runtime.edits import resolve_edits
 from ..runtime.loading import LoadedProgram, load_program
 from ..runtime.requests import PAYLOAD_KEY, Lane, payload
+from ..runtime.rows import Record
 from .chat import carry_chat, read_prompt
 from .output import Collector, Context, Use, most_rows
 from .settings import Settings
@@ -359,7 +361,8 @@ class Frontend:
             extra = output.kv_transfer_params
             if extra is None or PAYLOAD_KEY not in extra:
                 continue
-            rows = extra[PAYLOAD_KEY]
+            rows = _received(extra[PAYLOAD_KEY], output.pooling_output)
+            output.pooling_output = None
             rest = {key: value for key, value in extra.items() if key != PAYLOAD_KEY}
             output.kv_transfer_params = rest or None
             state = self._outputs.request_states.get(output.request_id)
@@ -368,6 +371,13 @@ class Frontend:
         out = self._process_outputs(engine_core_outputs, *args, **kwargs)
         self._ended([output.request_id for output in engine_core_outputs])
         return out
+
+
+def _received(rows: list[Any], payload: Tensor | None) -> list[Record | str]:
+    """Rows of an output, from an engine in this process (no payload) or in another."""
+    if payload is None:
+        return rows
+    return [r if isinstance(r, str) else Record(*r, alone=True) for r in wire.unpack(rows, payload)]
 
 
 def lane_of(observation: Observation, digest: str) -> Lane:

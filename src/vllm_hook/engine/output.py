@@ -12,17 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import wire
 from ..analyzers import get as get_analyzer
 from ..errors import HookError
 from ..program.checked import CheckedProgram, CheckedRule, Observation
 from ..program.resolve import ResolvedObservation, ResolvedProgram
 from ..results import HookResult, Observed, Score
-from ..runtime.collect import Record
 from ..runtime.edits import EditRequest
 from ..runtime.plan import positions_within
 from ..runtime.requests import Lane
-from ..runtime.rows import Rows
+from ..runtime.rows import Record, Rows
 from ..sites import site
 
 logger = logging.getLogger(__name__)
@@ -65,21 +63,17 @@ class Collector:
     rows: dict[int, Rows] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
-    def add(self, records: Sequence[Any]) -> None:
+    def add(self, records: Sequence[Record | str]) -> None:
         for record in records:
             if isinstance(record, str):
                 self.failures.append(record)
                 continue
-            if isinstance(record, Record):  # the engine runs in this process
-                index, positions, values, alone = record.index, record.positions, record.values, record.alone
-            else:
-                index, positions, values = wire.unpack(record)
-                alone = True
+            index = record.index
             if index not in self.rows:
                 _, _, resolved = self.context.observations()[index]
                 most = most_rows(resolved, len(self.context.prompt_ids), self.end)
                 self.rows[index] = Rows(most, same_width=self.context.lanes[index].site != "attention")
-            self.rows[index].add(positions, values, alone)
+            self.rows[index].add(record)
 
     def finish(self, token_ids: Sequence[int], aborted: bool) -> HookResult:
         """The result for the tokens that were kept. Never raises: what is wrong is in ``errors``."""

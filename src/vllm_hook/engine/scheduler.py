@@ -13,6 +13,7 @@ from vllm.v1.core import kv_cache_utils
 
 from .. import wire
 from ..runtime.requests import PAYLOAD_KEY
+from ..runtime.rows import Record, in_line
 from .runner import OUTPUT_KEY
 from .settings import raw_config
 
@@ -81,8 +82,7 @@ class SchedulerHook:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         records, errors = getattr(model_runner_output, OUTPUT_KEY, ({}, {}))
         for req_id, rows in records.items():
-            sent = rows if self._local else [wire.pack(r.index, r.positions, r.values) for r in rows]
-            self._pending.setdefault(req_id, []).extend(sent)
+            self._pending.setdefault(req_id, []).extend(rows)
         for req_id, message in errors.items():
             self._pending.setdefault(req_id, []).append(message)
             self._distrust(req_id, message)
@@ -105,13 +105,24 @@ class SchedulerHook:
                 )
 
     def _deliver(self, outputs: dict[int, Any]) -> None:
+        """Rows leave with the next output of their request: what describes them among its transfer
+        parameters, their bytes where a pooling model's result would be, which vLLM does not copy."""
         for per_client in outputs.values():
             for output in per_client.outputs:
-                rows = self._pending.pop(output.request_id, None)
-                if rows is not None:
-                    output.kv_transfer_params = {**(output.kv_transfer_params or {}), PAYLOAD_KEY: rows}
+                rows: Any = self._pending.pop(output.request_id, None)
+                if rows is None:
+                    continue
+                if not self._local:
+                    rows, output.pooling_output = wire.pack([*map(_row, in_line(rows))])
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), PAYLOAD_KEY: rows}
         for req_id in [r for r in self._pending if r not in self.scheduler.requests]:
             del self._pending[req_id]
+        for waiting in self._pending.values():  # may take long: do not keep what others had in the step
+            waiting[:] = [r if isinstance(r, str) else r.owned() for r in waiting]
+
+
+def _row(record: Record | str) -> wire.Row | str:
+    return record if isinstance(record, str) else (record.index, record.positions, record.values)
 
 
 def cache_limit(request: Any) -> int | None:

@@ -21,23 +21,9 @@ from ..ops.reference import AttentionRule
 from ..sites import ModelFacts, site
 from .buffers import SiteBank
 from .plan import LanePlan, Piece, StepPlan
+from .rows import Record
 from .shard import Shard
 from .transfer import Transfer
-
-
-@dataclass(frozen=True)
-class Record:
-    """Rows of one observation (by index within its request) from one step. Host tensors.
-
-    values: stream [layers, rows, d]; head [layers, rows, heads, d_head]; reduced [layers, rows], for an
-    SAE [layers, rows, features];
-    attention_mass [heads, rows, spans]; attention [heads, rows, keys].
-    """
-
-    index: int
-    positions: np.ndarray
-    values: Tensor
-    alone: bool = False  # the memory of values holds nothing of other requests
 
 
 @dataclass(frozen=True)

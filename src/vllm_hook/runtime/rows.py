@@ -1,4 +1,4 @@
-"""Rows of one observation of one request, joined as they come.
+"""Rows of one observation of one request: what a step brings, and all of them, joined as they come.
 
 A decode step brings one row, and joining hundreds of them behind the last token would hold up the
 answer (16 MB, 64 steps of 32 layers: 8 ms). So each is put in its place while the engine computes
@@ -8,6 +8,7 @@ the next.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,6 +16,43 @@ from torch import Tensor
 
 #: Rows that are reserved at first, if a request can have that many. Memory is taken when it is written.
 FIRST = 128
+
+
+@dataclass(frozen=True)
+class Record:
+    """Rows of one observation (by index within its request) from one step. Host tensors.
+
+    values: stream [layers, rows, d]; head [layers, rows, heads, d_head]; reduced [layers, rows], for an
+    SAE [layers, rows, features];
+    attention_mass [heads, rows, spans]; attention [heads, rows, keys].
+    """
+
+    index: int
+    positions: np.ndarray
+    values: Tensor
+    alone: bool = False  # the memory of values holds nothing of other requests
+
+    def owned(self) -> Record:
+        """The same in memory of its own, where it would keep much more than itself."""
+        return self if self.alone else replace(self, values=_own(self.values), alone=True)
+
+
+def in_line(records: Sequence[Record | str]) -> list[Record | str]:
+    """Records of one observation whose rows lie one behind the other in memory, as one."""
+    found: list[Record | str] = []
+    for record in records:
+        last = found[-1] if found else None
+        if (
+            isinstance(record, Record)
+            and isinstance(last, Record)
+            and last.index == record.index
+            and _in_line(last.values, record.values)
+        ):
+            positions = np.concatenate([last.positions, record.positions])
+            found[-1] = replace(last, positions=positions, values=_span([last.values, record.values]))
+        else:
+            found.append(record)
+    return found
 
 
 class Rows:
@@ -29,12 +67,12 @@ class Rows:
         self._whole: Tensor | None = None
         self._n = 0
 
-    def add(self, positions: np.ndarray, values: Tensor, alone: bool) -> None:
-        """``alone``: nobody else's rows share the memory of ``values``, which may be kept as it is."""
-        self._positions.append(positions)
+    def add(self, record: Record) -> None:
+        values = record.values
+        self._positions.append(record.positions)
         if self._whole is None:
             if not self._parts or not self._same_width or _in_line(self._parts[-1], values):
-                self._parts.append(values if alone else _own(values))
+                self._parts.append(record.owned().values)
                 return
             for part in self._parts:
                 self._put(part)
