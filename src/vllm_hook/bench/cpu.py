@@ -92,7 +92,7 @@ def run_cpu(
     rows: list[Row] = []
     for dtype in dtypes:
         rows += _bench_dtype(model, dtype, rounds, hugging_face, console)
-    console.print(table(rows, rounds))
+    console.print(table(rows))
     write(out, rows, model=model, rounds=rounds)
     console.print(f"written to [bold]{out}[/bold]")
     return rows

@@ -149,7 +149,7 @@ def run_gpu(
     runs = _runs(started, [(e, c) for e, c in CASES if e in engines], config)
     seconds = interleaved(runs, rounds, "bfloat16", console)
     rows = to_rows(seconds, PLAIN, {(c.name, c.workload): c.bound for _, c in CASES}, "bfloat16")
-    console.print(table(rows, rounds))
+    console.print(table(rows))
     copy = pinned_copy()
     console.print(f"pinned copy: {copy:.1f} GB/s")
     write(

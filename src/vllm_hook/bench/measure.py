@@ -106,19 +106,27 @@ def runner(
 def interleaved(
     runs: Mapping[tuple[str, Workload], Callable[[], None]], rounds: int, what: str, console: Console
 ) -> dict[tuple[str, Workload], list[float]]:
-    """Time every run once a round, in an order that turns, after one uncounted round."""
+    """Time every run once a round, in an order that turns, after one uncounted round. When it is
+    interrupted, what the full rounds so far gave is returned."""
     seconds: dict[tuple[str, Workload], list[float]] = {key: [] for key in runs}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(f"{what}: rounds", total=(rounds + 1) * len(runs))
-        for round_ in range(rounds + 1):
-            keys = list(runs)[:: 1 if round_ % 2 == 0 else -1]
-            for key in keys:
-                start = time.perf_counter()
-                runs[key]()
-                if round_:
-                    seconds[key].append(time.perf_counter() - start)
-                progress.advance(task)
+        try:
+            for round_ in range(rounds + 1):
+                keys = list(runs)[:: 1 if round_ % 2 == 0 else -1]
+                for key in keys:
+                    start = time.perf_counter()
+                    runs[key]()
+                    if round_:
+                        seconds[key].append(time.perf_counter() - start)
+                    progress.advance(task)
+        except KeyboardInterrupt:
+            full = min(map(len, seconds.values()))
+            if full < 2:
+                raise
+            console.print(f"interrupted after {full} of {rounds} rounds")
+            return {key: times[:full] for key, times in seconds.items()}
     return seconds
 
 
@@ -153,9 +161,11 @@ def ratio_of(times: list[float], base: list[float]) -> tuple[float, tuple[float,
     return float(np.median(ratios)), (float(low), float(high))
 
 
-def table(rows: list[Row], rounds: int) -> Table:
+def table(rows: list[Row]) -> Table:
     """Medians and ratios; a ratio above its bound is marked."""
-    out = Table(title=f"medians of {rounds} interleaved rounds; ratio to plain vLLM in the same round")
+    out = Table(
+        title=f"medians of {len(rows[0].seconds)} interleaved rounds; ratio to plain vLLM in the same round"
+    )
     for name, justify in (
         ("dtype", "left"),
         ("workload", "left"),
