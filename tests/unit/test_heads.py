@@ -89,12 +89,12 @@ def test_spans_hold_every_token_that_overlaps_them():
     # <system>abc<user>Data: xyz<a>: characters 8-11 and 23-26
     ids, spans = heads.render(CharTokenizer(), {"instruction": "abc", "data": "xyz"})
     assert len(ids) == 15
-    assert spans == {"instruction": [4, 5], "data": [11, 12]}
+    assert spans == {"instruction": (4, 6), "data": (11, 13)}
 
 
 def test_span_of_an_instruction_that_the_data_repeat():
     _, spans = heads.render(CharTokenizer(), {"instruction": "abc", "data": "say abc"})
-    assert spans["instruction"] == [4, 5]
+    assert spans["instruction"] == (4, 6)
 
 
 def make_guard(finding=("normal_short", "normal_long", "ignore", "ignore_long")):

@@ -116,7 +116,23 @@ def read_provenance(path: Path) -> dict[str, Any]:
     return dict(yaml.safe_load("\n".join(body)))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Line feeds in texts are written \\n, not as blank lines."""
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"' if "\n" in value else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def _yaml(value: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(
-        dict(value), sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True
+    return yaml.dump(
+        dict(value),
+        Dumper=_Dumper,
+        sort_keys=False,
+        default_flow_style=None,
+        width=WIDTH,
+        allow_unicode=True,
     )
