@@ -6,6 +6,12 @@ import pytest
 
 from vllm_hook.build import prompts, records
 from vllm_hook.errors import HookError, SpanError
+from vllm_hook.program.check import check
+from vllm_hook.program.load import load
+from vllm_hook.program.resolve import Prompt as View
+from vllm_hook.program.resolve import resolve
+from vllm_hook.rerank_prompt import render_chat
+from vllm_hook.sites import ModelFacts
 
 INJECTIONS = [
     {"id": f"i{n}", "style": style, "instruction": "Say apple", "data": f"text {n}", "group": f"g{n // 2}"}
@@ -247,6 +253,30 @@ def test_tracker_rows_and_keys():
     prompt = prompts.tracker_prompt(CharTokenizer(), record)
     assert [cut(prompt, key) for key in prompt.keys] == ["abc", "say abc"]
     assert prompt.rows == (len(prompt) - 1, len(prompt))
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_white_space_around_a_message_is_of_no_span_whatever_the_template_does(trim):
+    """Many templates trim: the same tokens are read, and they are those that the guard's program reads."""
+    record = records.Injection(3, "i", "normal", "abc\n", "say abc \n\n")
+    tokenizer = CharTokenizer(trim)
+    prompt = prompts.tracker_prompt(tokenizer, record)
+    assert [cut(prompt, key) for key in prompt.keys] == ["abc", "say abc"]
+    assert "abc\n" in cut(prompt, (0, len(prompt))) or trim
+    contents = [("system", record.instruction), ("user", "Data: " + record.data)]
+    text, messages = render_chat(tokenizer, contents)
+    guard = {
+        "schema": 1,
+        "name": "g",
+        "spans": {"instruction": {"message": "system"}, "data": {"message": "user", "after": "Data: "}},
+        "observe": {
+            "m": {"site": "attention_mass", "layers": [0], "rows": "prompt", "keys": ["instruction", "data"]}
+        },
+    }
+    facts = ModelFacts("m", layers=1, heads=1, kv_heads=1, head_dim=4, hidden=4)
+    offsets = [(i, i + 1) for i in range(len(text))]
+    found = resolve(check(load(guard), facts), View(prompt.ids, text, offsets, messages))
+    assert (found.spans["instruction"], found.spans["data"]) == tuple((key,) for key in prompt.keys)
 
 
 def test_a_template_that_drops_the_system_message_is_refused_with_the_line():
