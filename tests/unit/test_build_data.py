@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from characters import PLAIN, TRIMS, CharTokenizer
 from vllm_hook.build import prompts, records
 from vllm_hook.errors import HookError, SpanError
 from vllm_hook.program.check import check
@@ -191,30 +192,14 @@ def test_held_out_data_must_be_other_data(tmp_path):
 # -- prompts ------------------------------------------------------------------------------------
 
 
-class CharTokenizer:
-    """One character a token; ``trim``: a template that strips contents, as many do."""
-
-    is_fast, chat_template = True, "in apply_chat_template"
-
-    def __init__(self, trim=False):
-        self.trim = trim
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        contents = [m["content"].strip() if self.trim else m["content"] for m in messages]
-        return "".join(f"<{m['role']}>{c}" for m, c in zip(messages, contents, strict=True)) + "<a>"
-
-    def __call__(self, text, add_special_tokens, return_offsets_mapping=False):
-        return {"input_ids": [ord(c) for c in text], "offset_mapping": [(i, i + 1) for i in range(len(text))]}
-
-
 def cut(prompt, pair):
     return "".join(map(chr, prompt.ids[slice(*pair)]))
 
 
-@pytest.mark.parametrize("trim", [False, True])
-def test_rerank_spans_are_the_documents_and_the_query(trim):
+@pytest.mark.parametrize("template", [PLAIN, TRIMS])
+def test_rerank_spans_are_the_documents_and_the_query(template):
     query = records.Query(7, "q", "Who?", ("first text", "second", "third"), (2, 0, 0))
-    prompt = prompts.rerank_prompt(CharTokenizer(trim), query, [2, 0, 1], "d.jsonl")
+    prompt = prompts.rerank_prompt(CharTokenizer(template), query, [2, 0, 1], "d.jsonl")
     assert [cut(prompt, key) for key in prompt.keys] == ["first text", "second", "third"]
     assert cut(prompt, prompt.rows).startswith("Please find information that are relevant")
     assert cut(prompt, prompt.rows).endswith("Query: Who?")
@@ -255,14 +240,14 @@ def test_tracker_rows_and_keys():
     assert prompt.rows == (len(prompt) - 1, len(prompt))
 
 
-@pytest.mark.parametrize("trim", [False, True])
-def test_white_space_around_a_message_is_of_no_span_whatever_the_template_does(trim):
+@pytest.mark.parametrize("template", [PLAIN, TRIMS])
+def test_white_space_around_a_message_is_of_no_span_whatever_the_template_does(template):
     """Many templates trim: the same tokens are read, and they are those that the guard's program reads."""
     record = records.Injection(3, "i", "normal", "abc\n", "say abc \n\n")
-    tokenizer = CharTokenizer(trim)
+    tokenizer = CharTokenizer(template)
     prompt = prompts.tracker_prompt(tokenizer, record)
     assert [cut(prompt, key) for key in prompt.keys] == ["abc", "say abc"]
-    assert "abc\n" in cut(prompt, (0, len(prompt))) or trim
+    assert "abc\n" in cut(prompt, (0, len(prompt))) or template is TRIMS
     contents = [("system", record.instruction), ("user", "Data: " + record.data)]
     text, messages = render_chat(tokenizer, contents)
     guard = {

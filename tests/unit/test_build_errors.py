@@ -13,11 +13,7 @@ import pytest
 from builds import COMMANDS, INJECTIONS, LABELLED, PAIRS, run_build, write_rows
 
 pytest.importorskip("sklearn")
-
-
-@pytest.fixture(autouse=True)
-def own_environment(monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+pytestmark = pytest.mark.usefixtures("own_environment")
 
 
 @pytest.fixture

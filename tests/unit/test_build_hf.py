@@ -1,7 +1,6 @@
 """Whole builds of a tiny model on Hugging Face, through the command line: files, errors, interruptions."""
 
 import json
-import os
 from functools import partial
 
 import pytest
@@ -19,11 +18,7 @@ from vllm_hook.sites import ModelFacts
 from vllm_hook.tensors import read_tensors
 
 pytest.importorskip("sklearn")
-
-
-@pytest.fixture(autouse=True)
-def own_environment(monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+pytestmark = pytest.mark.usefixtures("own_environment")
 
 
 @pytest.fixture

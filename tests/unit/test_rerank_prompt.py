@@ -1,10 +1,10 @@
 """What reranking reads is defined once: head finding, the reranker and programs read the same tokens."""
 
-import jinja2
 import pytest
 import torch
 
 import tiny
+from characters import PLAIN, TRIMS, CharTokenizer
 from vllm_hook import analyzers
 from vllm_hook.build import prompts, records
 from vllm_hook.build.heads import packaged
@@ -31,8 +31,8 @@ BUILT = {"schema": 1, "name": "built", **rerank_program_parts([(1, 2)])}
 #: As models have them: plain; trimming; one whose mark of a turn looks like that of a document; one with a
 #: blank line behind the query, and a system message that holds a mark and a blank line.
 TEMPLATES = {
-    "plain": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>",
-    "trims": "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}<a>",
+    "plain": PLAIN,
+    "trims": TRIMS,
     "mistral": "<s>{% for m in messages %}[INST] {{ m.content }}[/INST]{% endfor %}",
     "llama": "<system>\n\nBe [a] friend.\n\n{% for m in messages %}<{{ m.role }}>\n\n{{ m.content | trim }}"
     "<eot><assistant>\n\n{% endfor %}",
@@ -41,20 +41,9 @@ QUERY = "what is a[i] in [old] programs?"
 DOCUMENTS = ["The first [of three] texts.", "Another\none.", "Query: a third."]
 
 
-class Chars:
-    """Three characters a token, so that tokens reach over the borders of words."""
-
-    is_fast = True
-
-    def __init__(self, template):
-        self.chat_template = template
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        return jinja2.Template(self.chat_template).render(messages=messages)
-
-    def __call__(self, text, add_special_tokens, return_offsets_mapping=False):
-        offsets = [(i, min(i + 3, len(text))) for i in range(0, len(text), 3)]
-        return {"input_ids": list(range(len(offsets))), "offset_mapping": offsets}
+def three_characters(template):
+    """Tokens that reach over the borders of words."""
+    return CharTokenizer(template, width=3)
 
 
 def tokenizers(folder):
@@ -63,7 +52,7 @@ def tokenizers(folder):
     real = AutoTokenizer.from_pretrained(str(tiny.make_tokenizer(folder)))
     yield "tiny", real
     for name, template in TEMPLATES.items():
-        yield name, Chars(template)
+        yield name, three_characters(template)
 
 
 def found_by_program(source, facts, tokenizer, query, documents, given=None):
@@ -120,7 +109,7 @@ def test_programs_builds_and_the_reranker_read_the_same_tokens(source, tmp_path)
 
 def test_rows_begin_with_please_and_end_with_the_query():
     """By hand, in characters: the definition that all share is the published one."""
-    tokenizer = Chars(TEMPLATES["llama"])
+    tokenizer = three_characters(TEMPLATES["llama"])
     prompt = make_prompt(tokenizer, QUERY, DOCUMENTS)
     text, _ = render_chat(tokenizer, [("user", make_content(QUERY, DOCUMENTS)[0])])
     first, last = text.index("Please find"), text.index(QUERY) + len(QUERY) - 1
@@ -132,7 +121,7 @@ def test_rows_begin_with_please_and_end_with_the_query():
 
 
 def test_a_request_gives_exact_spans_where_documents_hold_blank_lines():
-    tokenizer = Chars(TEMPLATES["plain"])
+    tokenizer = three_characters(TEMPLATES["plain"])
     documents = ["one\n\ntwo [x] three", "four\n\nQuery: five"]
     prompt = make_prompt(tokenizer, QUERY, documents)
     given = {name: tuple(span) for name, span in prompt.spans().items()}
@@ -141,7 +130,7 @@ def test_a_request_gives_exact_spans_where_documents_hold_blank_lines():
 
 
 def test_another_prompt_is_refused_by_what_it_lacks():
-    tokenizer = Chars(TEMPLATES["plain"])
+    tokenizer = three_characters(TEMPLATES["plain"])
     text, messages = render_chat(tokenizer, [("user", "Which of these is best? [1] a\n\n[2] b\n\n")])
     offsets = tokenizer(text, False)["offset_mapping"]
     view = Prompt(list(range(len(offsets))), text, offsets, messages)
