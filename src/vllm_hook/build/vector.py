@@ -37,7 +37,7 @@ DIRECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mass-mean": mass_mean,
 }
 #: Tried at each layer: add, in lengths of the difference of means; clamp, shares of the way to p.
-STRENGTHS: dict[str, tuple[float, ...]] = {"add": (0.5, 0.75, 1.0, 1.25), "clamp": (1.0,)}
+STRENGTHS: dict[str, tuple[float, ...]] = {"add": (0.5, 0.75, 1.0, 1.25), "clamp": (0.75, 1.0, 1.5)}
 #: The part of the model where steering has been found to work, and at most so many layers of it, evenly
 #: spaced, are tried at one strength; the other strengths at so many of the best of them.
 PART, SWEPT, CLOSER = (0.35, 0.85), 18, 3
@@ -57,7 +57,7 @@ class VectorOptions:
     strengths: tuple[float, ...] | None = None
     shows: str | None = None
     held: int = 10
-    tokens: int = 24
+    tokens: int = 40
     seed: int = 0
 
 
