@@ -234,6 +234,16 @@ def test_questions_that_choose_a_setting_are_in_no_pair(tmp_path):
 
 
 @pytest.mark.parametrize("name", steer_data.SHOWS)
+def test_the_files_of_a_behaviour_are_apart_from_what_is_measured(tmp_path, name):
+    pairs, chosen_by, shows = steer_data.default_files(name, tmp_path)
+    made_from, held = read_pairs(pairs)[0], read_pairs(chosen_by)[0]
+    assert (len(made_from), len(held), shows) == (36, 10, steer_data.SHOWS[name])
+    questions = {r["question"] for r in steer.read_questions("held_out")}
+    texts = [text for p in (*made_from, *held) for side in (p.with_, p.without) for _, text in side]
+    assert not [t for t in texts if any(q in t for q in questions)]
+
+
+@pytest.mark.parametrize("name", steer_data.SHOWS)
 def test_what_a_sweep_looks_for_is_near_the_rule(name):
     """The regular expressions of the sweep against the rules that measure, on answers of all kinds."""
     pattern, behaviour = re.compile(steer_data.SHOWS[name], re.MULTILINE), BEHAVIOURS[name]
