@@ -95,14 +95,19 @@ def make_prompt(tokenizer: Any, query: str, documents: Sequence[str]) -> Prompt:
 
 
 def render_chat(tokenizer: Any, messages: Sequence[tuple[str, str]]) -> tuple[str, tuple[MessageText, ...]]:
-    """A chat of (role, content) as the model's template writes it, with the generation prompt, and where the
-    content of each message, without the white space around it, stands in the text."""
+    """A chat of (role, content) as :func:`chat_text` has it, and where the content of each message, without
+    the white space around it, stands in the text."""
 
     def render(contents: list[str]) -> str:
-        turns = [{"role": role, "content": c} for (role, _), c in zip(messages, contents, strict=True)]
-        try:
-            return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # templates raise what they like, jinja2's errors among it
-            raise HookError(f"the chat template refuses the messages: {error}") from None
+        return chat_text(tokenizer, [(role, c) for (role, _), c in zip(messages, contents, strict=True)])
 
     return locate_messages(messages, render)
+
+
+def chat_text(tokenizer: Any, messages: Sequence[tuple[str, str]]) -> str:
+    """A chat as the model's template writes it, with the generation prompt. HookError if it refuses."""
+    turns = [{"role": role, "content": content} for role, content in messages]
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # templates raise what they like, jinja2's errors among it
+        raise HookError(f"the chat template refuses the messages: {error}") from None

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import HookError, SpanError
 from ..program.spans import TokenMap
-from ..rerank_prompt import make_prompt, render_chat
+from ..rerank_prompt import chat_text, make_prompt, render_chat
 from .records import DATA_MARK, Injection, Labelled, Messages, Pair, Query
 
 Range = tuple[int, int]
@@ -69,7 +69,7 @@ def chat_prompt(tokenizer: Any, messages: Messages, where: str) -> Prompt:
     if not turns:
         raise HookError(f"{where}: has no message but the beginning of an answer")
     try:
-        text = render_chat(tokenizer, turns)[0] + begun
+        text = chat_text(tokenizer, turns) + begun
     except HookError as error:
         raise type(error)(f"{where}: {error}") from None
     return Prompt(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]), where)
