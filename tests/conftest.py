@@ -74,6 +74,12 @@ def hook_llm(model: str | Path, **kwargs: Any) -> Iterator[Any]:
         stop_engine(llm)
 
 
+@pytest.fixture
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands set defaults in the environment: here in a copy."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``tiny_dir(kind)``: folder of a tiny random model, made once a session."""

@@ -37,7 +37,18 @@ def values(text: str, path: Path) -> Iterator[tuple[int, Any]]:
         except (ValueError, RecursionError) as error:
             reason = error.args[0] if isinstance(error, ValueError) else "nested too deeply"
             raise HookError(f"{path}, line {number}: is not JSON: {reason}") from None
+        if "\\ud" in line.lower() and not _is_text(value):
+            raise HookError(f"{path}, line {number}: holds half a character (\\uD800 to \\uDFFF by itself)")
         yield number, value
+
+
+def _is_text(value: Any) -> bool:
+    """Whether every text in it can be written: JSON may escape one half of a pair of surrogates."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def records(path: Path) -> list[dict[str, Any]]:

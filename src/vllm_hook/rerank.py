@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .analyzers.core_reranker import document_scores, token_attention
-from .errors import CapacityError, HookError, SiteError, SpanError, UnsupportedError
-from .program.spans import TokenMap
+from .errors import CapacityError, HookError, SiteError, UnsupportedError
+from .rerank_prompt import NOTHING, Prompt, make_prompt
 
 if TYPE_CHECKING:
     from .llm import HookLLM
@@ -36,14 +36,6 @@ if TYPE_CHECKING:
 Head = tuple[int, int]
 #: (layer, head) pairs, or None for all heads.
 Heads = Sequence[Head] | None
-Range = tuple[int, int]
-
-OPENING = " Here are some paragraphs:\n\n"
-ASKING = (
-    "Please find information that are relevant to the following query in the paragraphs above.\n\nQuery: "
-)
-#: The query that asks for nothing.
-NOTHING = "N/A"
 #: Tokens kept free for what tokenizing in one piece adds to tokenizing piece by piece.
 SLACK, SLACK_PER_DOCUMENT = 16, 2
 
@@ -56,15 +48,6 @@ class Ranked:
     score: float
     text: str
     window: int = 0
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids; half-open token ranges of the query (from "Please find" on) and of each document."""
-
-    ids: list[int]
-    query: Range
-    documents: list[Range]
 
 
 def rerank(
@@ -201,53 +184,6 @@ def _loaded(llm: HookLLM, heads: Heads) -> str:
         except SiteError as error:
             raise SiteError(f"{error}; vllm_hook.rerank.engine(...) starts an engine that fits") from None
     return name
-
-
-# -- prompts --------------------------------------------------------------------------------------
-
-
-def make_prompt(tokenizer: Any, query: str, documents: Sequence[str]) -> Prompt:
-    """The published prompt, in the user's turn of the model's chat template (as it is without one).
-
-    The query's rows run from "Please find" through the query, so they see no token of what the template
-    puts after it. Needs a fast tokenizer, which knows the characters of its tokens.
-    """
-    content = OPENING
-    ranges: list[Range] = []
-    for number, document in enumerate(documents, 1):
-        content += f"[document {number}] "
-        text = document.strip()
-        ranges.append((len(content), len(content) + len(text)))
-        content += f"{text}\n\n"
-    asked = len(content)
-    content = (content + ASKING + query.strip()).rstrip()
-    text, shift = _render(tokenizer, content)
-    if not getattr(tokenizer, "is_fast", False):
-        raise UnsupportedError("rerank needs a fast tokenizer, to find the documents among the tokens")
-    encoded = tokenizer(text, add_special_tokens=not tokenizer.chat_template, return_offsets_mapping=True)
-    places = TokenMap([(int(a), int(b)) for a, b in encoded["offset_mapping"]])
-    found = [places.tokens(a + shift, b + shift) for a, b in ranges]
-    if None in found:
-        raise SpanError(f"document {found.index(None)} of this prompt is empty")
-    rows = places.tokens(asked + shift, len(content) + shift)
-    assert rows is not None
-    return Prompt(list(encoded["input_ids"]), rows, [span for span in found if span is not None])
-
-
-def _render(tokenizer: Any, content: str) -> tuple[str, int]:
-    """The prompt's text, and what to add to a place in ``content`` to get the place in it."""
-    if not tokenizer.chat_template:
-        return content, 0
-    messages = [{"role": "user", "content": content}]
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # templates raise what they like, jinja2's errors among it
-        raise HookError(f"the chat template refuses the prompt: {error}") from None
-    core = content.strip()
-    at = text.find(core)
-    if at < 0:
-        raise SpanError("the chat template rewrites the user's message, so documents cannot be located in it")
-    return text, at - (len(content) - len(content.lstrip()))
 
 
 # -- windows --------------------------------------------------------------------------------------

@@ -177,6 +177,7 @@ def read_sae(
 ) -> SaeFeatures:
     """The listed features of a sparse autoencoder of n features.
 
+    The feature axis is the last of ``W_enc`` and the first of ``W_dec``.
     Tensors, as SAELens and Gemma Scope name them: ``W_enc`` [width, n] and ``b_enc`` [n]; optionally
     ``W_dec`` [n, width], ``b_dec`` [width] and ``threshold`` [n] (jump-relu). The names of
     ``torch.nn.Linear`` layers (``encoder.weight`` [n, width], ``encoder.bias``, ``decoder.weight``
@@ -187,16 +188,15 @@ def read_sae(
     tensors = _common_names(tensors)
     encoder, bias = _required(source, tensors, "W_enc"), _required(source, tensors, "b_enc")
     if encoder.ndim != 2 or encoder.shape[0] != width:
-        shape = list(encoder.shape)
-        raise ProgramError(source, f"tensor 'W_enc' has shape {shape}; [{width}, features] is needed")
+        raise _misshapen(source, "W_enc", encoder, f"[{width}, features]", encoder.shape[1:] == (width,))
     count = encoder.shape[1]
     if missing := [f for f in features if f >= count]:
         raise ProgramError(source, f"has {count} features, so no feature {missing[0]}")
     index = torch.tensor(features)
     decoder = _required(source, tensors, "W_dec") if "W_dec" in tensors else None
     if decoder is not None and tuple(decoder.shape) != (count, width):
-        shape = list(decoder.shape)
-        raise ProgramError(source, f"tensor 'W_dec' has shape {shape}; [{count}, {width}] is needed")
+        turned = tuple(decoder.shape) == (width, count)
+        raise _misshapen(source, "W_dec", decoder, f"[{count}, {width}]", turned)
     threshold = None
     if "threshold" in tensors:
         raw = _required(source, tensors, "threshold")
@@ -213,6 +213,17 @@ def read_sae(
         decoder=None if decoder is None else decoder[index],
         centre=centre,
         threshold=threshold,
+    )
+
+
+def _misshapen(source: str, name: str, tensor: torch.Tensor, needed: str, turned: bool) -> ProgramError:
+    hint = (
+        "; it is transposed: features are the columns of W_enc and the rows of W_dec (the other way round "
+        "in encoder.weight and decoder.weight of Linear layers)"
+    )
+    return ProgramError(
+        source,
+        f"tensor {name!r} has shape {list(tensor.shape)}; {needed} is needed" + (hint if turned else ""),
     )
 
 

@@ -1,5 +1,7 @@
 """Reranking against Hugging Face, windows, and engines that hold only the first layers."""
 
+import json
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from passages import PASSAGES, QUERIES
 from prompts import greedy
 from tiny import SENTENCES
 from vllm_hook import rerank as reranking
-from vllm_hook.errors import CapacityError, ProgramError, SiteError, UnsupportedError
+from vllm_hook.errors import CapacityError, ProgramError, SiteError, SpanError, UnsupportedError
 
 pytestmark = pytest.mark.engine
 
@@ -187,6 +189,37 @@ def test_no_documents_and_no_calibration(tiny_full):
     plain = vllm_hook.rerank(tiny_full, QUERY, DOCUMENTS[:2], TINY_HEADS, calibrate=False)
     assert min(by_index(plain)) > 0  # sums of probabilities
     assert by_index(plain) != by_index(vllm_hook.rerank(tiny_full, QUERY, DOCUMENTS[:2], TINY_HEADS))
+
+
+def test_a_program_ranks_by_itself(tiny_full):
+    """By words in a chat, by spans with token ids, by a server's JSON; and from two results, calibrated."""
+    from vllm_hook.analyzers import CoreReranker
+    from vllm_hook.build.rerank_heads import rerank_program_parts
+    from vllm_hook.rerank_prompt import NOTHING, RANKING, make_content, make_prompt
+
+    documents = DOCUMENTS[:3]
+    tiny_full.load_program({"schema": 1, "name": "ranks", **rerank_program_parts(TINY_HEADS)})
+    chats = [[{"role": "user", "content": make_content(q, documents)[0]}] for q in (QUERY, NOTHING)]
+    by_words, nothing = tiny_full.chat(chats, greedy(1), hook="ranks", use_tqdm=False)
+    prompt = make_prompt(tiny_full.get_tokenizer(), QUERY, documents)
+    hook = {"use": ["ranks"], "spans": prompt.spans()}
+    ids = {"prompt_token_ids": prompt.ids}
+    (by_spans,) = tiny_full.generate(ids, greedy(1), hook=hook, use_tqdm=False)
+    (served,) = tiny_full.llm.generate(ids, greedy(1, extra_args={"hook": json.dumps(hook)}), use_tqdm=False)
+    plain = vllm_hook.rerank(tiny_full, QUERY, documents, TINY_HEADS, calibrate=False)
+    for out in (by_words, by_spans, served):
+        assert out.hook.errors == {}
+        details = out.hook.scores["ranking"].details
+        assert details["scores"] == pytest.approx(by_index(plain), abs=1e-6)
+        assert details["order"] == [hit.index for hit in plain]
+        assert not details["calibrated"]
+    spans = {name.rpartition("/")[2]: ranges for name, ranges in by_words.hook.spans.items()}
+    seen = {name: o.hook.observed["attention"] for name, o in (("query", by_words), ("N/A", nothing))}
+    both = CoreReranker().score(seen, spans, CoreReranker.Options(**RANKING))
+    whole = vllm_hook.rerank(tiny_full, QUERY, documents, TINY_HEADS)
+    assert both.details["scores"] == pytest.approx(by_index(whole), abs=1e-6)
+    with pytest.raises(SpanError, match=r"program 'ranks', spans.*no text"):
+        tiny_full.chat([{"role": "user", "content": QUERY}], greedy(1), hook="ranks", use_tqdm=False)
 
 
 def test_heads_that_are_not_armed_are_named(tiny_full):

@@ -4,8 +4,15 @@ import json
 
 import pytest
 
+from characters import PLAIN, TRIMS, CharTokenizer
 from vllm_hook.build import prompts, records
 from vllm_hook.errors import HookError, SpanError
+from vllm_hook.program.check import check
+from vllm_hook.program.load import load
+from vllm_hook.program.resolve import Prompt as View
+from vllm_hook.program.resolve import resolve
+from vllm_hook.rerank_prompt import render_chat
+from vllm_hook.sites import ModelFacts
 
 INJECTIONS = [
     {"id": f"i{n}", "style": style, "instruction": "Say apple", "data": f"text {n}", "group": f"g{n // 2}"}
@@ -185,30 +192,14 @@ def test_held_out_data_must_be_other_data(tmp_path):
 # -- prompts ------------------------------------------------------------------------------------
 
 
-class CharTokenizer:
-    """One character a token; ``trim``: a template that strips contents, as many do."""
-
-    is_fast, chat_template = True, "in apply_chat_template"
-
-    def __init__(self, trim=False):
-        self.trim = trim
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        contents = [m["content"].strip() if self.trim else m["content"] for m in messages]
-        return "".join(f"<{m['role']}>{c}" for m, c in zip(messages, contents, strict=True)) + "<a>"
-
-    def __call__(self, text, add_special_tokens, return_offsets_mapping=False):
-        return {"input_ids": [ord(c) for c in text], "offset_mapping": [(i, i + 1) for i in range(len(text))]}
-
-
 def cut(prompt, pair):
     return "".join(map(chr, prompt.ids[slice(*pair)]))
 
 
-@pytest.mark.parametrize("trim", [False, True])
-def test_rerank_spans_are_the_documents_and_the_query(trim):
+@pytest.mark.parametrize("template", [PLAIN, TRIMS])
+def test_rerank_spans_are_the_documents_and_the_query(template):
     query = records.Query(7, "q", "Who?", ("first text", "second", "third"), (2, 0, 0))
-    prompt = prompts.rerank_prompt(CharTokenizer(trim), query, [2, 0, 1], "d.jsonl")
+    prompt = prompts.rerank_prompt(CharTokenizer(template), query, [2, 0, 1], "d.jsonl")
     assert [cut(prompt, key) for key in prompt.keys] == ["first text", "second", "third"]
     assert cut(prompt, prompt.rows).startswith("Please find information that are relevant")
     assert cut(prompt, prompt.rows).endswith("Query: Who?")
@@ -247,6 +238,30 @@ def test_tracker_rows_and_keys():
     prompt = prompts.tracker_prompt(CharTokenizer(), record)
     assert [cut(prompt, key) for key in prompt.keys] == ["abc", "say abc"]
     assert prompt.rows == (len(prompt) - 1, len(prompt))
+
+
+@pytest.mark.parametrize("template", [PLAIN, TRIMS])
+def test_white_space_around_a_message_is_of_no_span_whatever_the_template_does(template):
+    """Many templates trim: the same tokens are read, and they are those that the guard's program reads."""
+    record = records.Injection(3, "i", "normal", "abc\n", "say abc \n\n")
+    tokenizer = CharTokenizer(template)
+    prompt = prompts.tracker_prompt(tokenizer, record)
+    assert [cut(prompt, key) for key in prompt.keys] == ["abc", "say abc"]
+    assert "abc\n" in cut(prompt, (0, len(prompt))) or template is TRIMS
+    contents = [("system", record.instruction), ("user", "Data: " + record.data)]
+    text, messages = render_chat(tokenizer, contents)
+    guard = {
+        "schema": 1,
+        "name": "g",
+        "spans": {"instruction": {"message": "system"}, "data": {"message": "user", "after": "Data: "}},
+        "observe": {
+            "m": {"site": "attention_mass", "layers": [0], "rows": "prompt", "keys": ["instruction", "data"]}
+        },
+    }
+    facts = ModelFacts("m", layers=1, heads=1, kv_heads=1, head_dim=4, hidden=4)
+    offsets = [(i, i + 1) for i in range(len(text))]
+    found = resolve(check(load(guard), facts), View(prompt.ids, text, offsets, messages))
+    assert (found.spans["instruction"], found.spans["data"]) == tuple((key,) for key in prompt.keys)
 
 
 def test_a_template_that_drops_the_system_message_is_refused_with_the_line():

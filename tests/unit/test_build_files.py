@@ -75,6 +75,17 @@ def test_values_are_measured_once_and_done_removes_all(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_values_that_are_refused_are_of_no_more_use(tmp_path):
+    box = Work(tmp_path / "out.yaml", KEY)
+    box.value("plain", lambda: 1)
+    with pytest.raises(KeyboardInterrupt), box.judged():
+        raise KeyboardInterrupt
+    assert box.folder.is_dir()
+    with pytest.raises(HookError, match="no"), box.judged():
+        raise HookError("no")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "out.yaml.work").mkdir()
     (tmp_path / "out.yaml.work" / "mine").write_text("x")
@@ -87,7 +98,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
     path = tmp_path / "a.bin"
     work.write_atomic(path, b"old")
     monkeypatch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(HookError, match="cannot be written: full"):
         work.write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from characters import CharTokenizer
 from vllm_hook.analyzers.attention_tracker import focus
 from vllm_hook.build import _torchvision, heads
 from vllm_hook.build.heads import auroc, build_guard, candidate_scores, select_heads, top_heads
@@ -72,29 +73,16 @@ def test_auroc_counts_pairs_and_half_of_ties():
     assert auroc([0.1, 0.2], [0.2, 0.3]) == pytest.approx(3.5 / 4)
 
 
-class CharTokenizer:
-    """Two characters a token, so that tokens straddle the ends of spans."""
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        assert not tokenize
-        assert add_generation_prompt
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<a>"
-
-    def __call__(self, text, add_special_tokens, return_offsets_mapping):
-        offsets = [(i, min(i + 2, len(text))) for i in range(0, len(text), 2)]
-        return {"input_ids": list(range(len(offsets))), "offset_mapping": offsets}
-
-
 def test_spans_hold_every_token_that_overlaps_them():
     # <system>abc<user>Data: xyz<a>: characters 8-11 and 23-26
-    ids, spans = heads.render(CharTokenizer(), {"instruction": "abc", "data": "xyz"})
+    ids, spans = heads.render(CharTokenizer(width=2), {"instruction": "abc", "data": "xyz"})
     assert len(ids) == 15
-    assert spans == {"instruction": [4, 5], "data": [11, 12]}
+    assert spans == {"instruction": (4, 6), "data": (11, 13)}
 
 
 def test_span_of_an_instruction_that_the_data_repeat():
-    _, spans = heads.render(CharTokenizer(), {"instruction": "abc", "data": "say abc"})
-    assert spans["instruction"] == [4, 5]
+    _, spans = heads.render(CharTokenizer(width=2), {"instruction": "abc", "data": "say abc"})
+    assert spans["instruction"] == (4, 6)
 
 
 def make_guard(finding=("normal_short", "normal_long", "ignore", "ignore_long")):

@@ -1,7 +1,6 @@
 """The programs that ship fit the configurations of the models that they are for."""
 
 import json
-import os
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +9,7 @@ from vllm_hook import cli
 from vllm_hook.build.heads import packaged
 from vllm_hook.program.load import load
 
+pytestmark = pytest.mark.usefixtures("own_environment")
 FOLDER = packaged("x").parents[2] / "programs"
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256}
 LARGE = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
@@ -38,11 +38,6 @@ HEADS = {
     "mistral-7b-rerank": "15-21 15-1 16-12 15-7 9-26 12-11 12-7 18-0",
     "llama3.1-8b-rerank": "13-18 13-1 14-13 13-21 14-31 13-13 8-11 14-20",
 }
-
-
-@pytest.fixture(autouse=True)
-def own_environment(monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(os.environ))
 
 
 def check(name, config, tmp_path):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from vllm_hook import show
 from vllm_hook.build.records import read_pairs, refuse_overlap
 from vllm_hook.build.sweep import Answer, repetition
-from vllm_hook.demo import steer, steer_build, steer_table
+from vllm_hook.demo import steer, steer_build, steer_data, steer_table
 from vllm_hook.demo.behaviours import BEHAVIOURS, is_capitals, is_french, is_list, is_short
 from vllm_hook.errors import HookError
 from vllm_hook.runtime.loading import load_program
@@ -208,8 +208,8 @@ def test_an_unknown_behaviour_is_refused_before_anything_starts(tmp_path):
 @pytest.mark.parametrize("name", ["capitals", "french"])
 def test_pairs_by_example_can_be_built_from_and_differ_in_the_behaviour(tmp_path, name):
     behaviour = BEHAVIOURS[name]
-    pairs, _ = read_pairs(steer_table.example_file(behaviour, tmp_path))
-    held, _ = read_pairs(steer_table.tune_file(behaviour, tmp_path))
+    pairs, _ = read_pairs(steer_data.example_file(behaviour, tmp_path))
+    held, _ = read_pairs(steer_data.tune_file(behaviour, tmp_path))
     refuse_overlap(pairs, held, tmp_path)
     assert (len(pairs), len(held)) == (36, 10)
     for pair in pairs:
@@ -223,20 +223,30 @@ def test_pairs_by_example_can_be_built_from_and_differ_in_the_behaviour(tmp_path
 
 
 def test_questions_that_choose_a_setting_are_in_no_pair(tmp_path):
-    makers = (steer_table.instruction_file, steer_table.bare_file)
-    for name, make in itertools.product(steer_table.SHOWS, makers):
+    makers = (steer_data.instruction_file, steer_data.bare_file)
+    for name, make in itertools.product(steer_data.SHOWS, makers):
         pairs, _ = read_pairs(make(BEHAVIOURS[name], tmp_path))
-        held, _ = read_pairs(steer_table.tune_file(BEHAVIOURS[name], tmp_path))
+        held, _ = read_pairs(steer_data.tune_file(BEHAVIOURS[name], tmp_path))
         questions = {p.without[0][1] for p in held}
         assert questions == {r["question"] for r in steer.read_questions("tune")}
         assert len(pairs) == 36
         assert not [p for p in pairs if any(q in text for q in questions for _, text in p.with_)]
 
 
-@pytest.mark.parametrize("name", steer_table.SHOWS)
+@pytest.mark.parametrize("name", steer_data.SHOWS)
+def test_the_files_of_a_behaviour_are_apart_from_what_is_measured(tmp_path, name):
+    pairs, chosen_by, shows = steer_data.default_files(name, tmp_path)
+    made_from, held = read_pairs(pairs)[0], read_pairs(chosen_by)[0]
+    assert (len(made_from), len(held), shows) == (36, 10, steer_data.SHOWS[name])
+    questions = {r["question"] for r in steer.read_questions("held_out")}
+    texts = [text for p in (*made_from, *held) for side in (p.with_, p.without) for _, text in side]
+    assert not [t for t in texts if any(q in t for q in questions)]
+
+
+@pytest.mark.parametrize("name", steer_data.SHOWS)
 def test_what_a_sweep_looks_for_is_near_the_rule(name):
     """The regular expressions of the sweep against the rules that measure, on answers of all kinds."""
-    pattern, behaviour = re.compile(steer_table.SHOWS[name], re.MULTILINE), BEHAVIOURS[name]
+    pattern, behaviour = re.compile(steer_data.SHOWS[name], re.MULTILINE), BEHAVIOURS[name]
     records = steer.read_questions("pairs")
     texts = [t for r in records for t in (r["answer"], r["french"], r["answer"].upper())]
     texts += [f"Here you are:\n1. {r['answer']}" for r in records]

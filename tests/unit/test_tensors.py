@@ -190,6 +190,24 @@ def test_sae_features(tmp_path: Path) -> None:
         read_sae("s.safetensors", tmp_path, 8, (1,))
 
 
+def test_a_transposed_sae_is_told_which_axis_is_that_of_the_features(tmp_path: Path) -> None:
+    encoder, bias = torch.arange(12.0).reshape(4, 3), torch.zeros(3)
+    write(tmp_path / "enc.safetensors", W_enc=encoder.T.contiguous(), b_enc=bias)
+    write(tmp_path / "dec.safetensors", W_enc=encoder, b_enc=bias, W_dec=encoder.clone())
+    write(tmp_path / "linear.safetensors", **{"encoder.weight": encoder, "encoder.bias": bias})
+    write(tmp_path / "other.safetensors", W_enc=torch.zeros(5, 3), b_enc=bias)
+    columns = r"it is transposed: features are the columns of W_enc and the rows of W_dec"
+    for file, shapes in (
+        ("enc", r"'W_enc' has shape \[3, 4\]; \[4, features\]"),
+        ("dec", r"'W_dec' has shape \[4, 3\]; \[3, 4\]"),
+        ("linear", r"'W_enc' has shape \[3, 4\]; \[4, features\]"),
+    ):
+        with pytest.raises(ProgramError, match=f"{file}.safetensors: tensor {shapes} is needed; {columns}"):
+            read_sae(f"{file}.safetensors", tmp_path, 4, (1,))
+    with pytest.raises(ProgramError, match=r"\[4, features\] is needed$"):
+        read_sae("other.safetensors", tmp_path, 4, (1,))
+
+
 def test_digests_are_of_content() -> None:
     a, b = {"x": WEIGHT, "y": torch.ones(2)}, {"y": torch.ones(2), "x": WEIGHT.clone()}
     assert digest_tensors(a) == digest_tensors(b)

@@ -54,9 +54,13 @@ class CoreReranker:
     sites: ClassVar[tuple[str, ...]] = ("attention",)
 
     class Options(AnalyzerOptions):
-        """``documents`` names a list of spans (``{between: [.., ..], each: true}``)."""
+        """``documents`` names a list of spans (``{between: [.., ..], each: true}``). Of these only those that
+        begin behind the span ``after`` and before the span ``before`` are documents, where these are given:
+        what is found by marks may be found elsewhere too."""
 
         documents: str
+        after: str | None = None
+        before: str | None = None
 
     def score(self, observations: Mapping[str, Observed], spans: Spans, options: Options) -> Score:
         """``value``: the best score. ``details``: ``scores`` by document, ``order`` (best first) and
@@ -64,10 +68,7 @@ class CoreReranker:
         if not 1 <= len(observations) <= 2:
             named = ", ".join(observations) or "none"
             raise HookError(f"core_reranker reads one observation, or two (query, then N/A), got {named}")
-        documents = spans.get(options.documents)
-        if not documents:
-            known = ", ".join(spans) or "none"
-            raise HookError(f"core_reranker: no spans {options.documents!r}, only {known}")
+        documents = _documents(spans, options)
         found = [_tokens(name, seen, documents) for name, seen in observations.items()]
         first, *second = observations.values()
         if second and second[0].heads != first.heads:
@@ -76,6 +77,23 @@ class CoreReranker:
         order = torch.argsort(scores, descending=True, stable=True).tolist()
         details = {"scores": scores.tolist(), "order": order, "calibrated": bool(second)}
         return Score(float(scores.max()), None, details)
+
+
+def _documents(spans: Spans, options: CoreReranker.Options) -> list[tuple[int, int]]:
+    def of(name: str) -> Sequence[tuple[int, int]]:
+        if not (found := spans.get(name)):
+            raise HookError(f"core_reranker: no spans {name!r}, only {', '.join(spans) or 'none'}")
+        return found
+
+    first = max(end for _, end in of(options.after)) if options.after else 0
+    last = min(start for start, _ in of(options.before)) if options.before else None
+    kept = [s for s in of(options.documents) if s[0] >= first and (last is None or s[0] < last)]
+    if not kept:
+        raise HookError(
+            f"core_reranker: none of the spans {options.documents!r} lies behind {options.after!r} and "
+            f"before {options.before!r}"
+        )
+    return kept
 
 
 def _tokens(name: str, seen: Observed, documents: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -8,6 +8,7 @@ seed, data and model is the same byte for byte.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
@@ -39,7 +40,12 @@ class Output:
     def __post_init__(self) -> None:
         if self.file.suffix not in (".yaml", ".yml"):
             raise HookError(f"{self.file}: a program file ends in .yaml")
+        folder = next(p for p in self.file.absolute().parents if p.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise HookError(f"{self.file}: cannot be written: {folder} is no folder that may be written to")
         for path in (self.file, self.tensors):
+            if path.is_dir():
+                raise HookError(f"{path}: is a folder")
             if path.exists() and not self.force:
                 raise HookError(f"{path}: exists; give --force to overwrite it")
 
@@ -86,7 +92,12 @@ def publish(
         metadata = {"provenance": json.dumps(dict(provenance), sort_keys=True)}
         output.file.unlink(missing_ok=True)  # never an old program beside new tensors
         write_atomic(output.tensors, save(contiguous, metadata=metadata))
-    write_atomic(output.file, text.encode("utf-8"))
+    try:
+        write_atomic(output.file, text.encode("utf-8"))
+    except BaseException:
+        if tensors:
+            output.tensors.unlink(missing_ok=True)  # nor tensors without their program
+        raise
     return output.file
 
 
@@ -116,7 +127,23 @@ def read_provenance(path: Path) -> dict[str, Any]:
     return dict(yaml.safe_load("\n".join(body)))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Line feeds in texts are written \\n, not as blank lines."""
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"' if "\n" in value else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def _yaml(value: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(
-        dict(value), sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True
+    return yaml.dump(
+        dict(value),
+        Dumper=_Dumper,
+        sort_keys=False,
+        default_flow_style=None,
+        width=WIDTH,
+        allow_unicode=True,
     )

@@ -6,6 +6,7 @@ attention shares. Shapes: N prompts, L layers, H query heads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -211,6 +212,8 @@ def build_heads(
         lambda found: split(found, share, seed, lambda r: r.style, lambda r: r.group),
         ("found_on", "measured_on"),
     )
+    if not math.isfinite(k):
+        raise HookError(f"k must be a number, not {k}")
     _both_kinds(finding, data)
     _both_kinds(held, held_out or data)
     records = [*finding, *held]
@@ -224,7 +227,9 @@ def build_heads(
         masses = work.tensors("attention", prompts, CHUNK, lambda p: backend().masses(p), title)
     shares = focus(torch.stack(masses))
     n = len(finding)
-    guard = build_guard([r.style for r in finding], shares[:n], [r.style for r in held], shares[n:], k, top)
+    styles = [r.style for r in records]
+    with work.judged():
+        guard = build_guard(styles[:n], shares[:n], styles[n:], shares[n:], k, top)
     publish(job.output, TITLE, _provenance(job, sources, guard, finding, k, top, seed), _program(job, guard))
     work.done()
     return guard

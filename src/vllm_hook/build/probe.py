@@ -95,7 +95,8 @@ def build_probe(
     cv: dict[int, Validated] = {}
     with progress(f"cross-validation of {len(tried)} layers", len(tried), job.console) as step:
         for layer in tried:
-            cv[layer] = cross_validate(states[:n, layer], train, seed)
+            with work.judged():
+                cv[layer] = cross_validate(states[:n, layer], train, seed)
             step(1)
     layer = max(tried, key=lambda i: cv[i].rank)  # the first of equals
     probe = fit(states[:n, layer], [r.label for r in train], cv[layer].penalty)

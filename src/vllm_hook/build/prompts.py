@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import HookError, SpanError
-from ..rerank import make_prompt
+from ..program.spans import TokenMap
+from ..rerank_prompt import chat_text, make_prompt, render_chat
 from .records import DATA_MARK, Injection, Labelled, Messages, Pair, Query
 
 Range = tuple[int, int]
@@ -54,9 +55,9 @@ def tracker_prompt(tokenizer: Any, record: Injection, name: str = "data") -> Pro
     """The last token looks at the instruction (first key) and at the data (second), arXiv 2411.00348."""
     try:
         ids, spans = render(tokenizer, {"instruction": record.instruction, "data": record.data})
-        keys = tuple(_range(spans[key]) for key in ("instruction", "data"))
-    except SpanError as error:
-        raise SpanError(f"{where(name, record)}: {error}") from None
+    except HookError as error:
+        raise type(error)(f"{where(name, record)}: {error}") from None
+    keys = (spans["instruction"], spans["data"])
     return Prompt(tuple(ids), where(name, record), (len(ids) - 1, len(ids)), keys)
 
 
@@ -67,7 +68,10 @@ def chat_prompt(tokenizer: Any, messages: Messages, where: str) -> Prompt:
     turns = messages[:-1] if begun or messages[-1][0] == "assistant" else messages
     if not turns:
         raise HookError(f"{where}: has no message but the beginning of an answer")
-    text = _template(tokenizer, turns, where) + begun
+    try:
+        text = chat_text(tokenizer, turns) + begun
+    except HookError as error:
+        raise type(error)(f"{where}: {error}") from None
     return Prompt(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]), where)
 
 
@@ -93,40 +97,24 @@ def document_order(record: Query, seed: int) -> list[int]:
     return order
 
 
-def render(tokenizer: Any, record: Any) -> tuple[list[int], dict[str, list[int]]]:
-    """Token ids of an injection record's prompt, and the token positions of ``instruction`` and ``data``.
+def render(tokenizer: Any, record: Any) -> tuple[list[int], dict[str, Range]]:
+    """Token ids of an injection record's prompt, and the tokens of its ``instruction`` and ``data``.
 
-    A token belongs to a span if its characters overlap it, in the rendered chat template.
+    A token belongs to a span if its characters overlap it, in the rendered chat template. White space around
+    a message belongs to none, as in the spans of a program: many templates drop it.
     """
-    user = DATA_MARK + record["data"]
-    text = _template(tokenizer, (("system", record["instruction"]), ("user", user)), "prompt")
-    at = text.find(record["instruction"])
-    user_at = text.find(user, at + len(record["instruction"]))
-    if at < 0 or user_at < 0:
-        raise SpanError("the chat template changes the messages; their spans cannot be located")
-    data_at = user_at + len(DATA_MARK)
+    messages = (("system", record["instruction"]), ("user", DATA_MARK + record["data"]))
+    text, (system, user) = render_chat(tokenizer, messages)
+    if not system.found or not user.found:
+        lost = "user" if system.found else "system"
+        raise SpanError(f"the chat template drops or rewrites the {lost} message")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    spans = {
-        name: _overlapping(encoded["offset_mapping"], start, start + len(record[name]))
-        for name, start in (("instruction", at), ("data", data_at))
+    places = TokenMap([(int(a), int(b)) for a, b in encoded["offset_mapping"]])
+    characters = {
+        "instruction": (system.start, system.end),
+        "data": (user.start + len(DATA_MARK), user.end),
     }
-    return encoded["input_ids"], spans
-
-
-def _template(tokenizer: Any, messages: Messages, where: str) -> str:
-    turns = [{"role": role, "content": content} for role, content in messages]
-    try:
-        text: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates raise what they like, jinja2's errors among it
-        raise HookError(f"{where}: the chat template refuses the messages: {error}") from None
-    return text
-
-
-def _overlapping(offsets: Sequence[Range], begin: int, stop: int) -> list[int]:
-    return [i for i, (start, end) in enumerate(offsets) if start < stop and end > begin and end > start]
-
-
-def _range(tokens: Sequence[int]) -> Range:
-    if not tokens:
+    spans = {name: places.tokens(*pair) for name, pair in characters.items()}
+    if None in spans.values():
         raise SpanError("a span holds no token")
-    return tokens[0], tokens[-1] + 1
+    return encoded["input_ids"], {name: span for name, span in spans.items() if span is not None}

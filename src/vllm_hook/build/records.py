@@ -25,6 +25,8 @@ from .. import jsonl
 from ..errors import HookError
 
 DATA_MARK = "Data: "
+#: The gain of a grade is 2^grade - 1.
+MOST_GRADE = 50
 Message = tuple[str, str]
 Messages = tuple[Message, ...]
 """``(role, content)`` of each message."""
@@ -124,7 +126,7 @@ class _Line:
 
 def read_injections(path: Path) -> tuple[list[Injection], Source]:
     """Injection records; needs normal and attacked ones."""
-    records, source = _read(path, _injection, lambda r: (r.instruction, r.data))
+    records, source = _read(path, _injection)
     if len({r.normal for r in records}) < 2:
         only = "normal" if records[0].normal else "attacked"
         raise HookError(f'{path}, style: all {len(records)} examples are {only} ("normal.." is harmless)')
@@ -133,7 +135,7 @@ def read_injections(path: Path) -> tuple[list[Injection], Source]:
 
 def read_pairs(path: Path, least: int = 2) -> tuple[list[Pair], Source]:
     """Contrast pairs, at least ``least``."""
-    records, source = _read(path, _pair, lambda r: (r.with_, r.without))
+    records, source = _read(path, _pair)
     if len(records) < least:
         raise HookError(f"{path}: holds {len(records)} pairs; at least {least} are needed")
     return records, source
@@ -141,7 +143,7 @@ def read_pairs(path: Path, least: int = 2) -> tuple[list[Pair], Source]:
 
 def read_labelled(path: Path) -> tuple[list[Labelled], Source]:
     """Labelled prompts; needs both labels."""
-    records, source = _read(path, _labelled, lambda r: r.messages)
+    records, source = _read(path, _labelled)
     if len(labels := {r.label for r in records}) < 2:
         raise HookError(f"{path}, label: all {len(records)} examples have label {min(labels)}")
     return records, source
@@ -149,7 +151,7 @@ def read_labelled(path: Path) -> tuple[list[Labelled], Source]:
 
 def read_queries(path: Path) -> tuple[list[Query], Source]:
     """Queries with graded documents."""
-    return _read(path, _query, lambda r: r.query)
+    return _read(path, _query)
 
 
 def _injection(line: _Line) -> Injection:
@@ -159,7 +161,7 @@ def _injection(line: _Line) -> Injection:
 
 def _pair(line: _Line) -> Pair:
     with_, without = line.messages("with"), line.messages("without")
-    if with_ == without:
+    if _bare(with_) == _bare(without):
         raise line.error("with", "is the same as without")
     return Pair(line.number, line.id(), with_, without)
 
@@ -187,11 +189,11 @@ def _query(line: _Line) -> Query:
         text, grade = document.get("text"), document.get("grade")
         if not isinstance(text, str) or not text.strip():
             raise line.error(f"{field}.text", "must be text, not empty")
-        if isinstance(grade, bool) or not isinstance(grade, int) or grade < 0:
-            raise line.error(f"{field}.grade", f"must be 0, 1, 2, .., not {grade!r}")
-        if text in texts:
-            raise line.error(f"{field}.text", f"is that of documents[{texts.index(text)}]")
-        texts.append(text)
+        if isinstance(grade, bool) or not isinstance(grade, int) or not 0 <= grade <= MOST_GRADE:
+            raise line.error(f"{field}.grade", f"must be 0, 1, 2, .. (at most {MOST_GRADE}), not {grade!r}")
+        if text.strip() in texts:
+            raise line.error(f"{field}.text", f"is that of documents[{texts.index(text.strip())}]")
+        texts.append(text.strip())
         grades.append(grade)
     if not any(grades):
         raise line.error("documents", "no document has a grade above 0")
@@ -200,10 +202,8 @@ def _query(line: _Line) -> Query:
     return Query(line.number, line.id(), query, tuple(texts), tuple(grades))
 
 
-def _read(
-    path: Path, parse: Callable[[_Line], Record], content: Callable[[Record], Hashable]
-) -> tuple[list[Record], Source]:
-    """Every record of a file; refuses empty files and duplicates (of ids, and of ``content``)."""
+def _read(path: Path, parse: Callable[[_Line], Record]) -> tuple[list[Record], Source]:
+    """Every record of a file; refuses empty files and duplicates (of ids, and of content)."""
     raw = jsonl.read(path)
     records: list[Record] = []
     ids: dict[str, int] = {}
@@ -214,9 +214,9 @@ def _read(
         record = parse(_Line(path, number, value))
         if record.id in ids:
             raise HookError(f"{path}, line {number}, id: {record.id!r} is that of line {ids[record.id]}")
-        if (same := seen.get(content(record))) is not None:
+        if (same := seen.get(_content(record))) is not None:
             raise HookError(f"{path}, line {number}: the same example as on line {same}")
-        ids[record.id] = seen[content(record)] = number
+        ids[record.id] = seen[_content(record)] = number
         records.append(record)
     if not records:
         raise HookError(f"{path}: holds no examples")
@@ -280,9 +280,13 @@ def refuse_overlap(first: Iterable[Any], second: Iterable[Any], path: Path) -> N
 
 
 def _content(record: Any) -> Hashable:
+    """What makes two records the same example; white space around texts does not make them different."""
     if isinstance(record, Pair):
-        return record.with_, record.without
+        return _bare(record.with_), _bare(record.without)
     if isinstance(record, Query):
-        return record.query
-    messages: Messages = record.messages
-    return messages
+        return record.query.strip()
+    return _bare(record.messages)
+
+
+def _bare(messages: Messages) -> Messages:
+    return tuple((role, content.strip()) for role, content in messages)

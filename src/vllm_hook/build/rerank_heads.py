@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HookError
+from ..rerank_prompt import RANKING, ROWS, SPANS
 from .artifact import provenance, publish
 from .backend import Needs
 from .heads import Head, top_heads
@@ -103,7 +104,9 @@ def sorted_by(masses: Sequence[Tensor], queries: Sequence[Query], heads: Sequenc
 TITLE = """\
 Attention of the query on the documents, in the heads that rerank (CoRe, arXiv 2510.02219).
 Prompt: the user's turn is " Here are some paragraphs:", each as "[document i] text" between blank lines,
-then "Please find information ..." and the query. Documents must not hold blank lines."""
+then "Please find information ..." and the query (`make_content` of vllm_hook.rerank_prompt). Documents must
+not hold blank lines, unless the request gives their tokens. `ranking` is not calibrated by the query "N/A":
+`vllm_hook.rerank` is. See docs/analyzers.md."""
 
 
 def build_rerank_heads(
@@ -180,20 +183,10 @@ def _provenance(
 
 
 def rerank_program_parts(heads: Sequence[Head]) -> dict[str, Any]:
-    """Spans and observation: rows over ``query``, dense attention of the heads."""
-    return {
-        "spans": {
-            "docs": {"between": ["] ", "\n\n"], "each": True},
-            "query": {"message": "user", "after": "\n\nPlease find"},
-        },
-        "observe": {
-            "attention": {
-                "site": "attention",
-                "heads": [list(h) for h in heads],
-                "rows": {"span": "query"},
-            }
-        },
-    }
+    """Spans, the dense attention of the heads from the query's rows, and the ranking."""
+    seen = {"site": "attention", "heads": [list(h) for h in heads], "rows": ROWS}
+    ranking = {"analyzer": "core_reranker", "observe": "attention", "options": RANKING}
+    return {"spans": SPANS, "observe": {"attention": seen}, "analyze": {"ranking": ranking}}
 
 
 def _program(job: Job, heads: Sequence[Head]) -> dict[str, Any]:

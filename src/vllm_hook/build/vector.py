@@ -7,6 +7,7 @@ resid_post; position 0 is left out. Shapes: N pairs, L layers, d width.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,7 +37,7 @@ DIRECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mass-mean": mass_mean,
 }
 #: Tried at each layer: add, in lengths of the difference of means; clamp, shares of the way to p.
-STRENGTHS: dict[str, tuple[float, ...]] = {"add": (0.5, 0.75, 1.0, 1.25), "clamp": (1.0,)}
+STRENGTHS: dict[str, tuple[float, ...]] = {"add": (0.5, 0.75, 1.0, 1.25), "clamp": (0.75, 1.0, 1.5)}
 #: The part of the model where steering has been found to work, and at most so many layers of it, evenly
 #: spaced, are tried at one strength; the other strengths at so many of the best of them.
 PART, SWEPT, CLOSER = (0.35, 0.85), 18, 3
@@ -56,7 +57,7 @@ class VectorOptions:
     strengths: tuple[float, ...] | None = None
     shows: str | None = None
     held: int = 10
-    tokens: int = 24
+    tokens: int = 40
     seed: int = 0
 
 
@@ -108,18 +109,20 @@ def build_vector(
         found = work.tensors("states", prompts, CHUNK, lambda p: backend().states(p, options.rows), title)
         with_, without = torch.stack(found[::2]), torch.stack(found[1::2])  # [N, L, d]
         n = len(pairs)
-        vectors = {i: make_vector(options.direction, with_[:n, i], without[:n, i]) for i in layers}
+        with work.judged():
+            vectors = {i: make_vector(options.direction, with_[:n, i], without[:n, i]) for i in layers}
+            edits = {i: _edits(options, i, vectors[i], with_[:n, i], without[:n, i]) for i in layers}
         separation = {
             i: auroc(
                 (without[n:, i].double() @ v.double()).tolist(), (with_[n:, i].double() @ v.double()).tolist()
             )
             for i, v in vectors.items()
         }
-        edits = {i: _edits(options, i, vectors[i], with_[:n, i], without[:n, i]) for i in layers}
         plain, settings = _sweep(job, work, backend, options, edits, prompts[2 * n :])
     tried = [t for _, t in settings]
     chosen = best(tried)
     if not chosen.fits or chosen.rate <= 0:
+        work.done()
         raise HookError(
             "no setting of the sweep both keeps the model speaking and shows the behaviour: "
             f"the best has score {chosen.rate:.2f}, perplexity x {chosen.growth:.2f}, repetition "
@@ -152,6 +155,8 @@ def _check(job: Job, options: VectorOptions) -> list[int]:
         raise HookError(f"no direction {options.direction!r}; there are {', '.join(DIRECTIONS)}")
     if options.method not in STRENGTHS:
         raise HookError(f"no method {options.method!r}; there are {', '.join(STRENGTHS)}")
+    if not all(math.isfinite(s) and s for s in options.strengths or ()):
+        raise HookError(f"strengths must be numbers other than 0, not {list(options.strengths or ())}")
     if options.held < 1 or options.tokens < 2:
         raise HookError("a sweep needs at least one held-out pair and answers of two tokens")
     try:
@@ -169,12 +174,14 @@ def _check(job: Job, options: VectorOptions) -> list[int]:
 
 def _prompts(job: Job, pairs: Sequence[Pair], files: Sequence[str]) -> list[Prompt]:
     """With and without, in turn."""
-    tokenizer = job.model.tokenizer
-    return [
-        chat_prompt(tokenizer, side, where(file, pair))
-        for pair, file in zip(pairs, files, strict=True)
-        for side in (pair.with_, pair.without)
-    ]
+    found: list[Prompt] = []
+    for pair, file in zip(pairs, files, strict=True):
+        at = where(file, pair)
+        with_, without = (chat_prompt(job.model.tokenizer, m, at) for m in (pair.with_, pair.without))
+        if with_.ids == without.ids:
+            raise HookError(f"{at}, with: gives the same tokens as without")
+        found += [with_, without]
+    return found
 
 
 def _edits(options: VectorOptions, layer: int, vector: Tensor, with_: Tensor, without: Tensor) -> list[Edit]:

@@ -39,14 +39,13 @@ class Work:
         wanted = json.dumps(key, sort_keys=True, indent=1)
         if self.folder.exists():
             known = self.folder / KEY
-            if not known.is_file() and any(self.folder.iterdir()):
+            if not self.folder.is_dir() or (not known.is_file() and any(self.folder.iterdir())):
                 raise HookError(f"{self.folder}: is in the way, and not the work of an interrupted build")
             if known.is_file():
-                if known.read_text(encoding="utf-8") == wanted:
+                if known.read_text(encoding="utf-8", errors="replace") == wanted:
                     return
                 self._say("the work of an interrupted run is of other data, model or options: starting anew")
             shutil.rmtree(self.folder)
-        self.folder.mkdir(parents=True)
         write_atomic(self.folder / KEY, wanted.encode())
 
     def tensors(
@@ -83,6 +82,15 @@ class Work:
             write_atomic(path, json.dumps(value).encode())
             return value
 
+    @contextmanager
+    def judged(self) -> Iterator[None]:
+        """Around what is worked out from measured values: if that is refused, they are of no more use."""
+        try:
+            yield
+        except HookError:
+            self.done()
+            raise
+
     def done(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -101,7 +109,15 @@ def _read(path: Path, count: int) -> list[Tensor] | None:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write under a temporary name in the same folder, then rename: nobody sees half a file."""
+    """Write under a temporary name in the same folder, then rename: nobody sees half a file. HookError if it
+    cannot be written."""
+    try:
+        _write(path, content)
+    except OSError as error:
+        raise HookError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:

@@ -64,7 +64,7 @@ def rerank_table(seed: int = 0) -> list[list[str]]:
     scores: Mapping[str, Callable[[str, str], float]] = {
         "a random shuffle": lambda query, text: rng.random(),
         LENGTH: lambda query, text: len(text),
-        "words shared with the question": lambda query, text: len(_words(query) & _words(text)),
+        "words shared with the question": shared_words,
     }
     grades = [[d["grade"] for d in r["documents"]] for r in records]
     rows = [["a random order (expected)", f"{_mean([random_ndcg(g) for g in grades]):.3f}"]]
@@ -101,6 +101,11 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _read(name: str) -> list[dict[str, Any]]:
     return jsonl.records(packaged(f"{name}.jsonl"))
+
+
+def shared_words(query: str, text: str) -> int:
+    """The number of different words in both."""
+    return len(_words(query) & _words(text))
 
 
 def _words(text: str) -> set[str]:

@@ -1,8 +1,9 @@
 """``vllm-hook demo rerank``: SmolLM2 on vLLM ranks documents by where a query's attention goes.
 
 Graded queries from a JSONL file, ``{"query", "documents": [{"text", "grade"}]}``: nDCG@10 of chosen heads
-(CoRe, arXiv 2510.02219), of all heads (ICR, arXiv 2410.02642) and of BM25; and what a query costs with the
-whole model, with the layers up to the last chosen head only, and in Hugging Face.
+(CoRe, arXiv 2510.02219), of all heads (ICR, arXiv 2410.02642), of BM25 and of the number of words shared with
+the query; and what a query costs with the whole model, with the layers up to the last chosen head only, and
+in Hugging Face.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ..build.rerank_heads import ndcg as ndcg_of_scores
 from ..errors import HookError
 from ..rerank import Head, Ranked, engine, read_heads, rerank, rerank_many
 from ..show import interval_figure
+from .baselines import shared_words
 from .model import smollm2
 from .rerank_hf import HuggingFace
 
@@ -41,7 +43,7 @@ RESAMPLES = 2000
 HF_QUERIES = 5
 #: Largest difference of a score, relative to a query's largest, that counts as the same.
 SAME = 1e-3
-CHOSEN, ALL, BM25 = "chosen heads", "all heads", "BM25"
+CHOSEN, ALL, BM25, WORDS = "chosen heads", "all heads", "BM25", "words shared"
 WHOLE, SHORT = "vLLM, all layers", "vLLM, layers_up_to"
 
 
@@ -100,11 +102,9 @@ def unseen(heads: Any, data: Path | None) -> list[int]:
 # -- figures of merit -----------------------------------------------------------------------------
 
 
-def ndcg(order: Sequence[int], grades: Sequence[float], cut: int = CUT) -> float:
-    """nDCG at ``cut`` of documents in this order (the best first)."""
-    scores = torch.empty(len(grades))
-    scores[list(order)] = -torch.arange(len(grades), dtype=torch.float32)
-    return float(ndcg_of_scores(scores, grades, cut))
+def ndcg(scores: Sequence[float], grades: Sequence[float], cut: int = CUT) -> float:
+    """nDCG at ``cut`` of documents sorted by these scores; equal ones share their gain."""
+    return float(ndcg_of_scores(torch.tensor(scores, dtype=torch.float64), grades, cut))
 
 
 def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
@@ -114,15 +114,19 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
     return means[round(0.025 * (RESAMPLES - 1))], means[round(0.975 * (RESAMPLES - 1))]
 
 
-def bm25_order(query: str, texts: Sequence[str]) -> list[int]:
+def bm25_scores(query: str, texts: Sequence[str]) -> list[float]:
     """Okapi BM25 over words in lower case, the documents of the query being the collection."""
     try:
         from rank_bm25 import BM25Okapi
     except ImportError as error:
         raise HookError(f"the comparison needs `pip install vllm-hook[demo]`: {error}") from None
     words = [re.findall(r"\w+", text.lower()) for text in (query, *texts)]
-    scores = BM25Okapi(words[1:]).get_scores(words[0])
-    return sorted(range(len(texts)), key=lambda i: -scores[i])
+    return [float(score) for score in BM25Okapi(words[1:]).get_scores(words[0])]
+
+
+def word_scores(query: str, texts: Sequence[str]) -> list[float]:
+    """The number of different words that a document shares with the query."""
+    return [float(shared_words(query, text)) for text in texts]
 
 
 # -- the demo -------------------------------------------------------------------------------------
@@ -203,13 +207,14 @@ def measure(model: Path, records: Sequence[Record], heads: Sequence[Head], conso
     outcome.short_difference = max(
         difference(scores_of(a), b) for a, b in zip(short, outcome.scores, strict=True)
     )
-    orders = {
-        CHOSEN: [[hit.index for hit in hits] for hits in full],
-        ALL: [[hit.index for hit in hits] for hits in by_all],
-        BM25: [bm25_order(r.query, r.texts) for r in records],
+    scores = {
+        CHOSEN: outcome.scores,
+        ALL: [scores_of(hits) for hits in by_all],
+        BM25: [bm25_scores(r.query, r.texts) for r in records],
+        WORDS: [word_scores(r.query, r.texts) for r in records],
     }
-    for name, each in orders.items():
-        outcome.ndcg[name] = [ndcg(order, r.grades) for order, r in zip(each, records, strict=True)]
+    for name, each in scores.items():
+        outcome.ndcg[name] = [ndcg(found, r.grades) for found, r in zip(each, records, strict=True)]
     return outcome
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..rerank import NOTHING, Head, Prompt, make_prompt
+from ..rerank import Head
+from ..rerank_prompt import NOTHING, Prompt, make_prompt
 
 
 class HuggingFace:

@@ -8,7 +8,6 @@ without. The programs that ship are measured beside them. Prints a Markdown tabl
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,27 +17,18 @@ from rich.console import Console
 
 from .. import environment
 from ..build.artifact import Output
-from ..build.heads import packaged
 from ..build.job import Job
 from ..build.model import open_model
 from ..build.sweep import Answer, Outcome
 from ..build.vector import VectorOptions, build_vector
 from ..errors import HookError
 from ..program.load import load
-from .behaviours import BEHAVIOURS, ITEM, Behaviour
+from .behaviours import BEHAVIOURS, Behaviour
 from .model import smollm2
 from .steer import TOKENS, Asker, program_file, read_questions
-from .steer_build import by_example
+from .steer_data import SHOWS, bare_file, example_file, instruction_file, tune_file
 
 METHODS = ("add", "clamp")
-#: Shares of the way to the target; the sweep's own default is the whole way only.
-CLAMPS = (0.75, 1.0, 1.5)
-#: What the sweep scores a setting by, on ten questions. The rules of ``behaviours`` measure afterwards.
-SHOWS = {
-    "list": ITEM.pattern,
-    "capitals": r"\A[^a-z]*[A-Z][^a-z]*\Z",
-    "french": r"(?is)(?:\b(?:le|la|les|des|une|est|et|dans|pour|que|qui|sont|du)\b.*?){3}",
-}
 INSTRUCTION, BARE, EXAMPLES, SHIPPED = "instruction", "bare", "examples", "ships"
 HEADER = ("behaviour", "pairs", "method", "layer", "value", "shows, of 40", "perplexity", "repetition")
 
@@ -54,57 +44,6 @@ class Row:
     why: str = ""
 
 
-def instruction_file(behaviour: Behaviour, folder: Path) -> Path:
-    """The pairs that ship, without those of the questions that choose a setting."""
-    tune = [r["question"] for r in read_questions("tune")]
-    lines = packaged(f"contrast_{behaviour.name}.jsonl").read_text("utf-8").splitlines()
-    kept = [line for line in lines if not any(question in line for question in tune)]
-    return _write(folder / f"{behaviour.name}-instruction.jsonl", kept)
-
-
-def example_file(behaviour: Behaviour, folder: Path) -> Path:
-    """Pairs by example as ``build vector`` reads them: two answered questions, then one with its answer
-    begun, all with the behaviour or all without."""
-    records = read_questions("pairs")
-    lines = []
-    for i, record in enumerate(records):
-        sides = []
-        for side in (0, 1):
-            begun, examples = by_example(behaviour, records, i, side)
-            turns = [
-                {"role": role, "content": text}
-                for example in examples
-                for role, text in zip(("user", "assistant"), example, strict=True)
-            ]
-            turns.append({"role": "user", "content": record["question"]})
-            sides.append([*turns, *([{"role": "assistant", "content": begun}] if begun else [])])
-        lines.append(json.dumps({"with": sides[0], "without": sides[1]}, ensure_ascii=False))
-    return _write(folder / f"{behaviour.name}-examples.jsonl", lines)
-
-
-def bare_file(behaviour: Behaviour, folder: Path) -> Path:
-    """The questions with the instruction and with nothing, as the vectors that ship were made."""
-    return _bare(behaviour, "pairs", folder / f"{behaviour.name}-bare.jsonl")
-
-
-def tune_file(behaviour: Behaviour, folder: Path) -> Path:
-    """The ten questions that choose a setting: bare, as those that are steered later."""
-    return _bare(behaviour, "tune", folder / f"{behaviour.name}-tune.jsonl")
-
-
-def _bare(behaviour: Behaviour, part: str, path: Path) -> Path:
-    lines = [
-        json.dumps({"with": f"{r['question']} {behaviour.instruction}", "without": r["question"]})
-        for r in read_questions(part)
-    ]
-    return _write(path, lines)
-
-
-def _write(path: Path, lines: Sequence[str]) -> Path:
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
 def build(behaviour: Behaviour, pairs: str, method: str, folder: Path, tokens: int) -> Row:
     """The program of one row, made unless it is there. ``tokens``: of the sweep's answers."""
     file = folder / f"{behaviour.name}-{pairs}-{method}.yaml"
@@ -114,7 +53,7 @@ def build(behaviour: Behaviour, pairs: str, method: str, folder: Path, tokens: i
     data = {INSTRUCTION: instruction_file, BARE: bare_file, EXAMPLES: example_file}[pairs](behaviour, folder)
     held_out = tune_file(behaviour, folder)
     model = open_model(str(smollm2()), "SmolLM2-135M-Instruct")
-    given: Any = {"method": method, "strengths": CLAMPS if method == "clamp" else None}
+    given: Any = {"method": method}
     options = VectorOptions(**given, shows=SHOWS[behaviour.name], tokens=tokens)
     try:
         build_vector(Job(model, Output(file), dtype="float32"), data, options, held_out)
@@ -179,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="vllm_hook.demo.steer_table", description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/steering"), help="folder for the programs")
     parser.add_argument("--behaviours", nargs="*", choices=list(SHOWS), default=list(SHOWS))
-    parser.add_argument("--tokens", type=int, default=24, help="of the answers that choose a setting")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the answers that choose a setting")
     args = parser.parse_args(argv)
     environment.for_engine()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -201,7 +201,7 @@ def _against_hugging_face(
             with torch.inference_mode():
                 rows = net(torch.tensor([ids]), output_attentions=True, logits_to_keep=1).attentions
             last = torch.stack([rows[layer][0, head, -1] for layer, head in heads])
-            mass = torch.stack([last[:, spans[name]].sum(-1) for name in ("instruction", "data")], -1)
+            mass = torch.stack([last[:, slice(*spans[name])].sum(-1) for name in ("instruction", "data")], -1)
             far = max(far, abs(float(focus(mass).mean()) - item.score))
             done = i
         took = time.perf_counter() - start
