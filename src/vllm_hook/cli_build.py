@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -144,10 +145,14 @@ def vector(
     layers: Annotated[str | None, typer.Option(help="Layers to try, as 10,12,14.")] = None,
     strengths: Annotated[str | None, typer.Option(help="Strengths to try, as 0.5,1.")] = None,
     shows: Annotated[
-        str | None, typer.Option(help="Regular expression: score settings by the answers that match.")
+        str | None,
+        typer.Option(
+            help="Regular expression: score settings by the answers that match; default: for a --behaviour "
+            "what its answers have, else how much of the effect of the prompts is recovered."
+        ),
     ] = None,
     held: Annotated[int, typer.Option(min=1, help="Pairs to try settings on.")] = 10,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 24,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 40,
     seed: Seed = 0,
     backend: Backend = "vllm",
     dtype: Dtype = None,
@@ -160,7 +165,7 @@ def vector(
       vllm-hook build vector smollm2 -b list -o list.yaml
       vllm-hook build vector Qwen/Qwen3-8B pairs.jsonl --method clamp --layers 12,16,20 -o calm.yaml
     """
-    with _building():
+    with _building(), ExitStack() as stack:
         numbers = _numbers("--strengths", strengths, float)
         wanted = _numbers("--layers", layers, int)
         for name, value, known in (
@@ -172,14 +177,19 @@ def vector(
             if value not in known:
                 raise typer.BadParameter(f"one of {', '.join(known)}", param_hint=name)
         job = _job(model, out, force, backend, dtype)
-        from .build.heads import packaged
         from .build.vector import VectorOptions, build_vector
 
+        if data is None:
+            from .demo.steer_data import default_files
+
+            folder = stack.enter_context(TemporaryDirectory())
+            data, chosen_by, pattern = default_files(behaviour, Path(folder))
+            held_out, shows = held_out or chosen_by, shows or pattern
         given: Any = {"direction": direction, "method": method, "rows": rows}
         options = VectorOptions(
             **given, layers=wanted, strengths=numbers, shows=shows, held=held, tokens=tokens, seed=seed
         )
-        built = build_vector(job, data or packaged(f"contrast_{behaviour}.jsonl"), options, held_out)
+        built = build_vector(job, data, options, held_out)
         value = "strength" if method == "add" else "target"
         table = _table("Settings tried", "layer", value, "score", "perplexity / plain", "repetition")
         for t in built.tried:
