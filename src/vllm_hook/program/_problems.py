@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from ..errors import Problem
+from ..suggest import did_you_mean, unknown
+from ._types import METHODS, Word
 
 Path = tuple["str | int", ...]
 
@@ -66,14 +68,32 @@ def _message(error: Mapping[str, Any], path: Path, keys: set[str]) -> str:
     if kind == "missing":
         return "is required"
     if kind == "extra_forbidden":
-        close = difflib.get_close_matches(str(path[-1]), sorted(keys), n=1)
-        return f"unknown key; did you mean {close[0]!r}?" if close else "unknown key"
+        return "unknown key" + did_you_mean(str(path[-1]), keys)
+    if kind == "method":
+        return _method_message(value)
     message = str(error["msg"])
+    if kind == "selector":
+        return message + (did_you_mean(value, get_args(Word)) if isinstance(value, str) else "")
     if isinstance(value, bool) and kind in ("string_type", "literal_error"):
         message += f", got {str(value).lower()} (YAML reads a bare yes, no, on or off as a boolean: quote it)"
     elif value is not None and not isinstance(value, (dict, list, tuple)) and kind != "program":
         message += f", got {value!r:.80}"
+        if kind == "literal_error":
+            message += did_you_mean(str(value), re.findall("'([^']*)'", str(error["msg"])))
+    elif value is None and kind != "program":
+        message += ", got nothing"
     return message
+
+
+def _method_message(edit: Any) -> str:
+    if not isinstance(edit, Mapping):
+        return f"not an edit; write {{site: .., method: .., ..}} with a method of {', '.join(METHODS)}"
+    given = edit.get("method")
+    return (
+        f"is required: one of {', '.join(METHODS)}"
+        if given is None
+        else unknown("method", str(given), METHODS)
+    )
 
 
 def problems_of(
@@ -89,5 +109,7 @@ def problems_of(
         if item["type"] == "too_short" and item["input"]:
             continue  # every item was refused already
         path = clean_path(item["loc"], data)
+        if item["type"] == "method" and isinstance(item["input"], Mapping):
+            path = (*path, "method")
         found.append(Problem(format_path(path), _message(item, path, keys), line(path)))
     return found

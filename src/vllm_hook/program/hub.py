@@ -13,13 +13,17 @@ from typing import Any
 
 from ..errors import ProgramError
 
-#: A path object has turned ``hf://`` into ``hf:/``.
-_NAME = re.compile(r"hf:/{1,2}(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?/(?P<file>[^@]+)")
+_NAME = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?/(?P<file>[^@]+)")
 _FILES = ("probe", "projection", "cosine", "sae", "vector", "second", "target", "u", "v")
 
 
 def is_hub_name(source: str) -> bool:
     return source.startswith("hf:/")
+
+
+def full_name(source: str) -> str:
+    """The name as it was written: a path object has turned ``hf://`` into ``hf:/``."""
+    return "hf://" + source.removeprefix("hf:").lstrip("/")
 
 
 def fetch(source: str) -> tuple[Path, str]:
