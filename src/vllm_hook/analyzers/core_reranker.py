@@ -17,7 +17,7 @@ import torch
 
 from ..errors import HookError, IncompleteCaptureError
 from ..results import Observed, Score
-from .base import AnalyzerOptions, Spans
+from .base import AnalyzerOptions, SpanName, Spans
 
 #: Tokens this many standard deviations below their document's mean are dropped.
 STDS = 2.0
@@ -56,7 +56,7 @@ class CoreReranker:
     class Options(AnalyzerOptions):
         """``documents`` names a list of spans (``{between: [.., ..], each: true}``)."""
 
-        documents: str
+        documents: SpanName
 
     def score(self, observations: Mapping[str, Observed], spans: Spans, options: Options) -> Score:
         """``value``: the best score. ``details``: ``scores`` by document, ``order`` (best first) and

@@ -96,20 +96,26 @@ def _method_message(edit: Any) -> str:
     )
 
 
+def _below(loc: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(loc) > len(other) and tuple(loc[: len(other)]) == tuple(other)
+
+
 def problems_of(
     error: ValidationError,
     data: Any,
     model: type[BaseModel] | None = None,
     line: Callable[[Path], int | None] = lambda path: None,
+    prefix: Path = (),
 ) -> list[Problem]:
-    """Every error of a validation, by the path and line that the user wrote."""
+    """Every error of a validation, by the path (after ``prefix``) and line that the user wrote."""
     keys = known_keys(model) if model else set()
     found = []
-    for item in error.errors(include_url=False, include_context=False):
-        if item["type"] == "too_short" and item["input"]:
-            continue  # every item was refused already
+    items = error.errors(include_url=False, include_context=False)
+    for item in items:
+        if item["type"] == "too_short" and any(_below(other["loc"], item["loc"]) for other in items):
+            continue  # too short for the items that were refused already
         path = clean_path(item["loc"], data)
         if item["type"] == "method" and isinstance(item["input"], Mapping):
             path = (*path, "method")
-        found.append(Problem(format_path(path), _message(item, path, keys), line(path)))
+        found.append(Problem(format_path((*prefix, *path)), _message(item, path, keys), line(path)))
     return found

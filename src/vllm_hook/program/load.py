@@ -182,7 +182,7 @@ def _well_formed(
             if names is not None:
                 names.add(str(path[1]))
         elif path:
-            kept.pop(path[0], None)
+            kept.pop(str(path[0]), None)
             if path[0] in SECTIONS:
                 lost[str(path[0])] = None
             elif path[0] not in Program.model_fields:
