@@ -65,7 +65,12 @@ def load(paths: Iterable[Path]) -> list[Saved]:
 
 def _load_one(path: Path) -> Saved:
     if not path.is_file():
-        raise HookError(f"{path}: no such file")
+        raise HookError(f"{path}: no such file or folder")
+    if path.suffix != ".safetensors":
+        raise HookError(
+            f"{path}: is no saved result, which ends in .safetensors: write some with "
+            "`vllm-hook run MODEL PROGRAM --prompts FILE --save DIR`, and give DIR"
+        )
     try:
         result = HookResult.load(path)
     except HookError:

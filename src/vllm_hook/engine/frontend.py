@@ -38,6 +38,7 @@ from ..runtime.edit_limits import HEAVY, ROW_GATES
 from ..runtime.edits import resolve_edits
 from ..runtime.loading import LoadedProgram, load_program
 from ..runtime.requests import PAYLOAD_KEY, Lane, payload
+from ..suggest import did_you_mean
 from .chat import carry_chat, read_prompt
 from .output import Collector, Context, Use
 from .settings import Settings
@@ -138,7 +139,9 @@ class Frontend:
             return self.programs[name]
         except KeyError:
             known = ", ".join(sorted(self.programs)) or "none"
-            raise ProgramError(f"program {name!r}", f"is not loaded; loaded: {known}") from None
+            raise ProgramError(
+                f"program {name!r}", f"is not loaded; loaded: {known}{did_you_mean(name, self.programs)}"
+            ) from None
 
     def _drop(self, digest: str) -> None:
         """Let the workers forget tensors that no program and no running request needs."""

@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import ProgramError
 
 _NAME = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?/(?P<file>[^@]+)")
+_TENSOR_FILE = re.compile(r"[^#]+\.(safetensors|pt)(#.*)?")
 _FILES = ("probe", "projection", "cosine", "sae", "vector", "second", "target", "u", "v")
 
 
@@ -53,6 +54,11 @@ def _references(program: dict[str, Any]) -> Iterator[str]:
         for key in _FILES:
             value = holder.get(key)
             if isinstance(value, str) and not value.startswith("sha256:"):
+                yield value.partition("#")[0]
+    for analyze in program.get("analyze", {}).values():
+        # Which options name files only the analyzers know, and this module does not know them.
+        for value in analyze.get("options", {}).values():
+            if isinstance(value, str) and _TENSOR_FILE.fullmatch(value):
                 yield value.partition("#")[0]
 
 

@@ -143,7 +143,8 @@ def _check_options(
         if not allow_files:
             seen.problems.append(sourced.problem(at, "names a file, and files are not read here"))
             return given
-        given[str(where[0])] = seen.files[at] = str(file_of(ref, sourced.base_dir))
+        seen.files[at] = str(file_of(ref, sourced.base_dir))
+        _replace(given, where, seen.files[at])
     try:
         options: BaseModel = analyzer.Options.model_validate(given)
     except ValidationError as error:
@@ -155,6 +156,15 @@ def _check_options(
         if problem := _span_problem(draft, analyze.observe, ref):
             seen.problems.append(sourced.problem((*path, *where), problem))
     return given
+
+
+def _replace(options: dict[str, Any], where: Path, value: str) -> None:
+    """Put a value in place of an option, or of one item of a list."""
+    name = str(where[0])
+    if len(where) == 1:
+        options[name] = value
+    else:
+        options[name] = [value if i == where[1] else item for i, item in enumerate(options[name])]
 
 
 def _span_problem(draft: Draft, observed: tuple[str, ...], ref: str) -> str | None:

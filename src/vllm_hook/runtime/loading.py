@@ -45,7 +45,11 @@ def load_program(
 
     ``allow_files=False``: tensors come from ``store`` only, for programs sent to a server.
     """
-    found = inspect(source, facts, store=store, allow_files=allow_files)
+    return loaded_from(inspect(source, facts, store=store, allow_files=allow_files))
+
+
+def loaded_from(found: Inspection) -> LoadedProgram:
+    """The program that was looked at together with a model; raises what is wrong with it."""
     found.refuse()
     assert found.checked is not None
     return LoadedProgram(found.checked, found.tensors, _digest(found), needs(found.checked), found.edits)
