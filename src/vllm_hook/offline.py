@@ -6,10 +6,12 @@ A prompt is ``{"prompt": text}`` or ``{"messages": [..]}``, with ``style`` where
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -51,7 +53,10 @@ def _given(text: str, system: str | None, chat: bool) -> Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """Records of a JSONL file. HookError names the line that is wrong."""
     found = jsonl.values(jsonl.decode(jsonl.read(path), path), path)
-    return [_read(value, f"{path}, line {number}") for number, value in found]
+    prompts = [_read(value, f"{path}, line {number}") for number, value in found]
+    if not prompts:
+        raise HookError(f"{path}: holds no prompts")
+    return prompts
 
 
 def _read(record: Any, where: str) -> Prompt:
@@ -74,7 +79,7 @@ def generate(
     """Greedy generation for every prompt with a program, by path or name; ``engine`` goes to ``vllm.LLM``."""
     environment.for_engine(model)
     console = Console(stderr=True)
-    with console.status(f"starting vLLM with {escape(model)}"):
+    with _starting(model, console):
         from .llm import HookLLM, greedy
 
         llm = HookLLM(
@@ -90,6 +95,21 @@ def generate(
                 outputs.update(zip(indexes, made, strict=True))
     tokenizer = llm.get_tokenizer()
     return [_saved(i, prompt, outputs[i], tokenizer) for i, prompt in enumerate(prompts)]
+
+
+@contextmanager
+def _starting(model: str, console: Console) -> Iterator[None]:
+    """Shows that vLLM starts. HookError: it refuses the model or a setting, and says why."""
+    with console.status(f"starting vLLM with {escape(model)}"):
+        try:
+            yield
+        except HookError:
+            raise
+        except ValidationError as error:
+            reasons = "; ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in error.errors()))
+            raise HookError(f"vLLM refuses {model}: {reasons}") from error
+        except ValueError as error:
+            raise HookError(f"vLLM refuses {model}: {error}") from error
 
 
 def _saved(index: int, prompt: Prompt, output: Any, tokenizer: Any) -> Saved:
@@ -182,7 +202,7 @@ def rank(
     pairs = heads_of(heads, model)  # says what is wrong before an engine starts
     environment.for_engine(model)
     console = Console(stderr=True)
-    with console.status(f"starting vLLM with {escape(model)}"):
+    with _starting(model, console):
         llm = engine(model, pairs, whole=whole, disable_log_stats=True, use_tqdm_on_load=False, **settings)
     with console.status(f"ranking {len(texts)} documents"):
         return rerank(llm, query, texts, pairs, top_k)

@@ -198,7 +198,7 @@ def test_an_existing_output_is_kept(build, tmp_path):
     [
         (["--layers", "9"], "layers 0 to 3"),
         (["--layers", "a"], "numbers separated"),
-        (["--backend", "x"], "no backend"),
+        (["--backend", "x"], "known values: vllm, hf"),
     ],
 )
 def test_options_that_cannot_be(build, tmp_path, more, says):

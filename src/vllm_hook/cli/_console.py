@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from ..errors import HookError, ProgramError
+from ..suggest import did_you_mean
 
 DEMO_MODEL = "smollm2"
 
@@ -60,6 +62,9 @@ def _print_problems(error: ProgramError) -> None:
 def model_path(model: str) -> str:
     """``smollm2`` is the demo's model, made on first use; anything else is taken as it is."""
     if model != DEMO_MODEL:
+        meant = "" if "/" in model or Path(model).exists() else did_you_mean(model, [DEMO_MODEL])
+        if meant or not model.strip():
+            raise HookError(f"model {model!r}: is neither a folder nor a Hugging Face id{meant}")
         return model
     from ..demo.model import smollm2
 

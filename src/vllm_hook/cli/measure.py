@@ -46,18 +46,19 @@ def bench(
     with friendly_errors():
         from ..environment import has_gpu
 
+        options.folder(out.parent)
         if has_gpu() if gpu is None else gpu:
             from ..bench.gpu import run_gpu
 
             run_gpu(None if model is None else model_path(model), rounds or 20, out, stdout(), only)
             return
+        kinds = options.words("--dtypes", dtypes, options.DTYPES)
         path = model_path(model or DEMO_MODEL)
-        from .. import environment
+        from ..describe import model_facts
 
-        environment.for_engine(path)
+        model_facts(path)  # says what is wrong before an engine starts
         from ..bench.cpu import run_cpu
 
-        kinds = [d.strip() for d in dtypes.split(",") if d.strip()]
         run_cpu(path, kinds, rounds or 9, out, not no_hf, stdout())
 
 
@@ -112,6 +113,7 @@ def demo(
         from .. import environment
 
         environment.for_engine()
+        options.folder(out)
         if which is Demo.steer:
             from ..demo import steer
 

@@ -29,7 +29,11 @@ def check(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="vLLM's setting, for the memory figure.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="The same.")] = 4096,
     dtype: Annotated[
-        str | None, typer.Option(help="The engine's dtype; default: 2 bytes a value, smollm2 float32.")
+        str | None,
+        typer.Option(
+            callback=options.one_of(*options.DTYPES),
+            help="The engine's dtype; default: 2 bytes a value, smollm2 float32.",
+        ),
     ] = None,
 ) -> None:
     """Is a program valid, what does it arm, and what does that cost?

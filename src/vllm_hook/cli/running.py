@@ -37,7 +37,7 @@ def run(
         Path | None, typer.Option("--save", help="Folder for the results (safetensors, words beside).")
     ] = None,
     dtype: options.Dtype = None,
-    max_model_len: Annotated[int | None, typer.Option(help="vLLM's setting.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="vLLM's setting.")] = None,
     eager: options.Eager = False,
 ) -> None:
     """Run prompts with a program and print scores and observations.
@@ -53,11 +53,13 @@ def run(
         from ..offline import gather, generate, result_table
         from ..runtime.loading import load_program
 
-        items = gather(program, prompt or (), system, chat, prompts)
-        if not items:
+        if not prompt and prompts is None:
             raise typer.BadParameter("give --prompt or --prompts", param_hint="--prompt")
         path = model_path(model)
         load_program(program, model_facts(path))  # says what is wrong before an engine starts
+        if save is not None:
+            options.folder(save)
+        items = gather(program, prompt or (), system, chat, prompts)
         engine = {"dtype": model_dtype(model, dtype), "max_model_len": max_model_len, "enforce_eager": eager}
         results = generate(path, program, items, max_tokens, **engine)
         console = stdout()
@@ -90,7 +92,7 @@ def rerank(
     ] = False,
     dtype: options.Dtype = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="vLLM's setting. Documents beyond it go into further prompts.")
+        int | None, typer.Option(min=1, help="vLLM's setting. Documents beyond it go into further prompts.")
     ] = None,
     eager: options.Eager = False,
 ) -> None:

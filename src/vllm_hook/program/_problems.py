@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -43,32 +43,37 @@ def clean_path(loc: Sequence[str | int], data: Any) -> Path:
     return tuple(path)
 
 
-def known_keys(model: type[BaseModel]) -> set[str]:
-    """All keys of a model and of the models in its fields, for suggestions."""
-    keys: set[str] = set()
-    seen: set[type] = set()
-
-    def visit(annotation: Any) -> None:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            if annotation in seen:
-                return
-            seen.add(annotation)
-            for name, field in annotation.model_fields.items():
-                keys.add(field.alias or name)
-                visit(field.annotation)
-        for arg in getattr(annotation, "__args__", ()):
-            visit(arg)
-
-    visit(model)
-    return keys
+def known_keys(model: type[BaseModel], path: Path) -> list[str]:
+    """The keys that may stand where ``path`` ends: those of every kind of section that fits there."""
+    here = [model]
+    for part in path[:-1]:
+        fields = [f for m in here for name, f in m.model_fields.items() if part in (name, f.alias)]
+        # An id or an index is no field: it stays with the sections of which there are several.
+        here = [m for f in fields for m in _models(f.annotation)] or here
+    return list(dict.fromkeys(f.alias or name for m in here for name, f in m.model_fields.items()))
 
 
-def _message(error: Mapping[str, Any], path: Path, keys: set[str]) -> str:
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in a type, through unions, lists and dicts."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
+
+
+def _key_message(name: str, keys: Sequence[str]) -> str:
+    if name in keys:
+        return "unknown key here: it belongs to another method or kind"
+    meant = did_you_mean(name, keys)
+    return f"unknown key{meant}" if meant or not keys else f"unknown key; known keys: {', '.join(keys)}"
+
+
+def _message(error: Mapping[str, Any], keys: Sequence[str], name: str) -> str:
     kind, value = error["type"], error.get("input")
     if kind == "missing":
         return "is required"
     if kind == "extra_forbidden":
-        return "unknown key" + did_you_mean(str(path[-1]), keys)
+        return _key_message(name, keys)
     if kind == "method":
         return _method_message(value)
     message = str(error["msg"])
@@ -108,7 +113,6 @@ def problems_of(
     prefix: Path = (),
 ) -> list[Problem]:
     """Every error of a validation, by the path (after ``prefix``) and line that the user wrote."""
-    keys = known_keys(model) if model else set()
     found = []
     items = error.errors(include_url=False, include_context=False)
     for item in items:
@@ -117,5 +121,7 @@ def problems_of(
         path = clean_path(item["loc"], data)
         if item["type"] == "method" and isinstance(item["input"], Mapping):
             path = (*path, "method")
-        found.append(Problem(format_path((*prefix, *path)), _message(item, path, keys), line(path)))
+        keys = known_keys(model, path) if model is not None else []
+        message = _message(item, keys, str(path[-1]) if path else "")
+        found.append(Problem(format_path((*prefix, *path)), message, line(path)))
     return found

@@ -35,6 +35,8 @@ def locate(source: str | Path) -> Path:
     """The file of a path or of the name of a program that ships. ProgramError: there is none, with what
     may have been meant."""
     path = Path(source)
+    if not str(source).strip():
+        raise ProgramError("program", "its name is empty")
     if "\0" in str(source):
         raise ProgramError(repr(str(source)), "cannot be read: no file has a null byte in its name")
     try:
