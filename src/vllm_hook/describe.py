@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -25,6 +26,7 @@ CPU_DEFAULTS, LARGE_GPU_DEFAULTS = (256, 4096), (1024, 16384)
 
 def model_facts(model: str) -> ModelFacts:
     """Sizes of a Hugging Face id or folder, from its configuration alone."""
+    _check_place(model)
     environment.for_engine(model)
     from transformers import AutoConfig
 
@@ -44,6 +46,18 @@ def model_facts(model: str) -> ModelFacts:
         raise HookError(f"model {model!r}: no configuration: {first}") from None
     except AttributeError as error:
         raise HookError(f"model {model!r}: not a decoder with attention: {error}") from None
+
+
+def _check_place(model: str) -> None:
+    """HookError for what can only be a folder and is none: a hub's client would call it no valid id."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        raise HookError(f"model {model!r}: is a file; give the folder that it lies in, or a Hugging Face id")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise HookError(f"model {model!r}: no configuration: the folder holds no config.json")
+    elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise HookError(f"model {model!r}: no such folder")
 
 
 # -- a model ------------------------------------------------------------------------------------

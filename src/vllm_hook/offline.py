@@ -6,19 +6,22 @@ A prompt is ``{"prompt": text}`` or ``{"messages": [..]}``, with ``style`` where
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from . import environment, jsonl
+from .describe import model_facts
 from .errors import HookError
 from .program.load import load
 from .program.schema import MessageSpan
-from .rerank import Ranked, engine, read_heads, rerank
+from .rerank import Head, Ranked, engine, read_heads, rerank
 from .results import HookResult
 from .saved import Saved
 
@@ -26,15 +29,15 @@ Prompt = dict[str, Any]
 
 
 def gather(
-    file: Path, texts: Sequence[str], system: str | None, chat: bool, records: Path | None
+    program: str | Path, texts: Sequence[str], system: str | None, chat: bool, records: Path | None
 ) -> list[Prompt]:
     """Prompts from the command line and from a JSONL file, in a form that the program's spans can use."""
-    by_message = any(isinstance(span, MessageSpan) for span in load(file).program.spans.values())
+    by_message = any(isinstance(span, MessageSpan) for span in load(program).program.spans.values())
     prompts = [_given(text, system, chat or system is not None or by_message) for text in texts]
     prompts += read_prompts(records) if records is not None else []
     if by_message and (bad := [i for i, prompt in enumerate(prompts, 1) if "prompt" in prompt]):
         raise HookError(
-            f"{file}: has spans that name a message, but prompt {bad[0]} is not a conversation; "
+            f"{program}: has spans that name a message, but prompt {bad[0]} is not a conversation; "
             'write {"messages": [..]} or {"instruction", "data"}'
         )
     return prompts
@@ -50,7 +53,10 @@ def _given(text: str, system: str | None, chat: bool) -> Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """Records of a JSONL file. HookError names the line that is wrong."""
     found = jsonl.values(jsonl.decode(jsonl.read(path), path), path)
-    return [_read(value, f"{path}, line {number}") for number, value in found]
+    prompts = [_read(value, f"{path}, line {number}") for number, value in found]
+    if not prompts:
+        raise HookError(f"{path}: holds no prompts")
+    return prompts
 
 
 def _read(record: Any, where: str) -> Prompt:
@@ -68,15 +74,17 @@ def _read(record: Any, where: str) -> Prompt:
 
 
 def generate(
-    model: str, file: Path, prompts: Sequence[Prompt], max_tokens: int, **engine: Any
+    model: str, program: str | Path, prompts: Sequence[Prompt], max_tokens: int, **engine: Any
 ) -> list[Saved]:
-    """Greedy generation for every prompt with the program in ``file``; ``engine`` goes to ``vllm.LLM``."""
+    """Greedy generation for every prompt with a program, by path or name; ``engine`` goes to ``vllm.LLM``."""
     environment.for_engine(model)
     console = Console(stderr=True)
-    with console.status(f"starting vLLM with {escape(model)}"):
+    with _starting(model, console):
         from .llm import HookLLM, greedy
 
-        llm = HookLLM(model, programs=[str(file)], disable_log_stats=True, use_tqdm_on_load=False, **engine)
+        llm = HookLLM(
+            model, programs=[str(program)], disable_log_stats=True, use_tqdm_on_load=False, **engine
+        )
     params = greedy(max_tokens)
     outputs: dict[int, Any] = {}
     with console.status(f"running {len(prompts)} prompts"):
@@ -87,6 +95,21 @@ def generate(
                 outputs.update(zip(indexes, made, strict=True))
     tokenizer = llm.get_tokenizer()
     return [_saved(i, prompt, outputs[i], tokenizer) for i, prompt in enumerate(prompts)]
+
+
+@contextmanager
+def _starting(model: str, console: Console) -> Iterator[None]:
+    """Shows that vLLM starts. HookError: it refuses the model or a setting, and says why."""
+    with console.status(f"starting vLLM with {escape(model)}"):
+        try:
+            yield
+        except HookError:
+            raise
+        except ValidationError as error:
+            reasons = "; ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in error.errors()))
+            raise HookError(f"vLLM refuses {model}: {reasons}") from error
+        except ValueError as error:
+            raise HookError(f"vLLM refuses {model}: {error}") from error
 
 
 def _saved(index: int, prompt: Prompt, output: Any, tokenizer: Any) -> Saved:
@@ -176,13 +199,27 @@ def rank(
     **settings: Any,
 ) -> list[Ranked]:
     """Documents by falling score; ``settings`` go to ``vllm.LLM``."""
-    pairs = read_heads(heads)  # says what is wrong before an engine starts
+    pairs = heads_of(heads, model)  # says what is wrong before an engine starts
     environment.for_engine(model)
     console = Console(stderr=True)
-    with console.status(f"starting vLLM with {escape(model)}"):
+    with _starting(model, console):
         llm = engine(model, pairs, whole=whole, disable_log_stats=True, use_tqdm_on_load=False, **settings)
     with console.status(f"ranking {len(texts)} documents"):
         return rerank(llm, query, texts, pairs, top_k)
+
+
+def heads_of(source: str, model: str) -> list[Head] | None:
+    """The heads that ``--heads`` names; HookError if the model has no such head. None: all of them."""
+    pairs = read_heads(source)
+    facts = model_facts(model)
+    missing = [(i, j) for i, j in pairs or () if i >= facts.layers or j >= facts.heads]
+    if missing:
+        named = ", ".join(f"{i}-{j}" for i, j in missing)
+        raise HookError(
+            f"--heads: the model has no head {named}: its layers are 0 to {facts.layers - 1}, "
+            f"each with heads 0 to {facts.heads - 1}"
+        )
+    return pairs
 
 
 def ranking_table(query: str, hits: Sequence[Ranked]) -> Table:

@@ -28,7 +28,9 @@ import torch
 
 from .analyzers.core_reranker import document_scores, token_attention
 from .errors import CapacityError, HookError, SiteError, UnsupportedError
+from .program.locate import is_program_name, shipped
 from .rerank_prompt import NOTHING, Prompt, make_prompt
+from .suggest import did_you_mean
 
 if TYPE_CHECKING:
     from .llm import HookLLM
@@ -147,14 +149,14 @@ def read_heads(source: Any) -> list[Head] | None:
         return None
     if isinstance(source, (str, Path)):
         pairs_only = re.fullmatch(r"\s*\d+-\d+\s*(,\s*\d+-\d+\s*)*", str(source))
-        suffix = Path(source).suffix
-        if not pairs_only and (suffix in (".yaml", ".yml", ".json") or Path(source).is_file()):
+        if not pairs_only and is_program_name(source):
             return _heads_of_program(source)
         try:
             source = [tuple(map(int, pair.split("-"))) for pair in str(source).split(",")]
         except ValueError:
             raise HookError(
-                f"heads: {str(source)!r} is neither layer-head pairs (8-3,12-0), a program file nor 'all'"
+                f"heads: {str(source)!r} is neither layer-head pairs (8-3,12-0), a program nor 'all'"
+                f"{did_you_mean(str(source), shipped())}"
             ) from None
     pairs = [tuple(pair) for pair in source]
     if not pairs or any(len(p) != 2 or not all(isinstance(n, int) and n >= 0 for n in p) for p in pairs):

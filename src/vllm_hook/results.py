@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from .errors import HookError, IncompleteCaptureError
+from .suggest import did_you_mean
 
 V = TypeVar("V")
 FORMAT = "vllm-hook-result/1"
@@ -125,7 +126,8 @@ class ById(Mapping[str, V]):
         if len(found) > 1:
             raise HookError(f"{self._what} {id!r} is ambiguous: {', '.join(found)}")
         if not found:
-            raise KeyError(f"no {self._what} {id!r}; there are: {', '.join(known) or 'none'}")
+            meant = did_you_mean(id, {part for k in known for part in (k, k.rpartition("/")[2])})
+            raise KeyError(f"no {self._what} {id!r}; there are: {', '.join(known) or 'none'}{meant}")
         return found[0]
 
     def __getitem__(self, id: str) -> V:

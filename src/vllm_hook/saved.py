@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from .errors import HookError
+from .program.locate import is_program_name
 from .results import HookResult
 from .show import Table, attention_figure, png, save_html, score_figure
 
@@ -64,8 +65,13 @@ def load(paths: Iterable[Path]) -> list[Saved]:
 
 
 def _load_one(path: Path) -> Saved:
-    if not path.is_file():
-        raise HookError(f"{path}: no such file")
+    if not path.is_file() and not is_program_name(path):
+        raise HookError(f"{path}: no such file or folder")
+    if path.suffix != ".safetensors":
+        raise HookError(
+            f"{path}: is no saved result, which ends in .safetensors: write some with "
+            "`vllm-hook run MODEL PROGRAM --prompts FILE --save DIR`, and give DIR"
+        )
     try:
         result = HookResult.load(path)
     except HookError:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import SiteError
+from .suggest import unknown
 
 Kind = Literal["stream", "head", "attention"]
 Rows = Literal["last", "all"]
@@ -52,7 +53,7 @@ def site(name: str) -> Site:
     try:
         return SITES[name]
     except KeyError:
-        raise SiteError(f"unknown site {name!r}; known sites: {', '.join(SITES)}") from None
+        raise SiteError(unknown("site", name, SITES)) from None
 
 
 @dataclass(frozen=True)

@@ -138,8 +138,10 @@ def read_tensor(ref: str, base_dir: Path | None, store: Store | None = None) -> 
     return _finite(source, name, tensors[name])
 
 
-def read_vector(ref: str, base_dir: Path | None, width: int, store: Store | None = None) -> torch.Tensor:
-    """A vector f32[width]; a leading dimension of 1 is dropped."""
+def read_vector(
+    ref: str, base_dir: Path | None, width: int | None, store: Store | None = None
+) -> torch.Tensor:
+    """A vector f32[width], of any width if that is None; a leading dimension of 1 is dropped."""
     source = _source(ref, base_dir)
     return _of_width(source, ref.partition("#")[2] or "the tensor", read_tensor(ref, base_dir, store), width)
 
@@ -152,13 +154,14 @@ def read_scalar(ref: str, base_dir: Path | None, store: Store | None = None) -> 
     return float(tensor.reshape(()))
 
 
-def read_probe(ref: str, base_dir: Path | None, width: int, store: Store | None = None) -> Probe:
+def read_probe(ref: str, base_dir: Path | None, width: int | None, store: Store | None = None) -> Probe:
     """A probe file: ``weight`` [width], ``bias`` [1], optionally ``mean`` and ``scale`` [width].
 
     ``file#name`` reads ``name.weight``, ``name.bias``, ... of a file with several probes.
     """
     tensors, source = _part(ref, base_dir, store)
     weight = _of_width(source, "weight", _required(source, tensors, "weight"), width)
+    width = weight.numel()
     bias = _required(source, tensors, "bias")
     if bias.numel() != 1:
         raise ProgramError(source, f"tensor 'bias' has shape {list(bias.shape)}; [1] is needed")
@@ -173,7 +176,7 @@ def read_probe(ref: str, base_dir: Path | None, width: int, store: Store | None 
 
 
 def read_sae(
-    ref: str, base_dir: Path | None, width: int, features: tuple[int, ...], store: Store | None = None
+    ref: str, base_dir: Path | None, width: int | None, features: tuple[int, ...], store: Store | None = None
 ) -> SaeFeatures:
     """The listed features of a sparse autoencoder of n features.
 
@@ -187,9 +190,10 @@ def read_sae(
     tensors, source = _part(ref, base_dir, store)
     tensors = _common_names(tensors)
     encoder, bias = _required(source, tensors, "W_enc"), _required(source, tensors, "b_enc")
-    if encoder.ndim != 2 or encoder.shape[0] != width:
-        raise _misshapen(source, "W_enc", encoder, f"[{width}, features]", encoder.shape[1:] == (width,))
-    count = encoder.shape[1]
+    if encoder.ndim != 2 or (width is not None and encoder.shape[0] != width):
+        needed = f"[{'width' if width is None else width}, features]"
+        raise _misshapen(source, "W_enc", encoder, needed, encoder.shape[1:] == (width,))
+    width, count = encoder.shape
     if missing := [f for f in features if f >= count]:
         raise ProgramError(source, f"has {count} features, so no feature {missing[0]}")
     index = torch.tensor(features)
@@ -241,6 +245,23 @@ def _common_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     return named
 
 
+def file_of(ref: str, base_dir: Path) -> Path:
+    """``file`` or ``file#tensor`` with the file as an absolute path; one that is relative is so to
+    ``base_dir``."""
+    return base_dir.absolute() / ref
+
+
+def digest_file(ref: str) -> str:
+    """Hexadecimal sha256 of the file of a reference, and of the name of the tensor after ``#``."""
+    file, _, tensor = ref.partition("#")
+    digest = hashlib.sha256()
+    with open(file, "rb") as content:
+        while block := content.read(1 << 20):
+            digest.update(block)
+    digest.update(f"#{tensor}".encode())
+    return digest.hexdigest()
+
+
 def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     """Hexadecimal sha256 of names, dtypes, shapes and contents; the order does not matter."""
     digest = hashlib.sha256()
@@ -289,10 +310,11 @@ def _finite(source: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _of_width(source: str, name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
+def _of_width(source: str, name: str, tensor: torch.Tensor, width: int | None) -> torch.Tensor:
     flat = tensor.reshape(-1) if tensor.numel() == math.prod(tensor.shape[-1:]) else tensor
-    if tuple(flat.shape) != (width,):
-        raise ProgramError(source, f"tensor {name!r} has shape {list(tensor.shape)}; [{width}] is needed")
+    if flat.ndim != 1 or (width is not None and flat.numel() != width):
+        needed = "width" if width is None else width
+        raise ProgramError(source, f"tensor {name!r} has shape {list(tensor.shape)}; [{needed}] is needed")
     return flat
 
 

@@ -193,7 +193,7 @@ def test_an_existing_output_is_kept(build, tmp_path):
     [
         (["--layers", "9"], "layers 0 to 3"),
         (["--layers", "a"], "numbers separated"),
-        (["--backend", "x"], "no backend"),
+        (["--backend", "x"], "known values: vllm, hf"),
         (["vector", "--strengths", "1,nan"], "strengths must be numbers other than 0"),
         (["vector", "--strengths", "0"], "strengths must be numbers other than 0"),
         (["heads", "--k", "nan"], "k must be a number"),

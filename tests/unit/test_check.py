@@ -271,8 +271,9 @@ act:
 
 def test_another_model_is_refused_with_every_difference() -> None:
     same = {"id": "elsewhere/smollm2-135m-instruct", "layers": 30, "kv_heads": 3, "head_dim": 64}
-    assert checked(model=same).name == "p"
-    text = "schema: 1\nname: p\nmodel:\n  id: org/Other\n  layers: 32\n  heads: 9\nobserve:\n  a: {site: q}\n"
+    assert checked(model=same, observe={"o": {"site": "q", "positions": "all"}}).name == "p"
+    text = "schema: 1\nname: p\nmodel:\n  id: org/Other\n  layers: 32\n  heads: 9\n"
+    text += "observe:\n  a: {site: q, positions: all}\n"
     with pytest.raises(ModelMismatchError) as error:
         check(load(text), FACTS)
     assert [str(p) for p in error.value.problems] == [

@@ -99,6 +99,10 @@ def test_every_build_command_teaches_by_example(run, command):
     assert f"vllm-hook build {command}" in result.output
 
 
+def test_the_group_of_builds_teaches_by_example(run):
+    assert "vllm-hook build heads smollm2" in run("build", "--help").output
+
+
 def test_build_commands_are_those_of_the_contract():
     (group,) = (g for g in cli.app.registered_groups if g.name == "build")
     assert {c.name or c.callback.__name__ for c in group.typer_instance.registered_commands} == BUILD
@@ -124,6 +128,118 @@ def test_check_without_a_model(run, good):
     assert result.exit_code == 0
     assert "valid" in result.output
     assert "observe: focus, state" in result.output
+
+
+def test_check_without_a_model_finds_names_and_options(run, tmp_path):
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(
+        GOOD.replace("keys: [instruction, data]", "keys: [instruction, dta]").replace("_tracker", "_traker")
+    )
+    result = run("check", bad)
+    assert result.exit_code == 1
+    assert "2 problems" in result.output
+    assert "observe.focus.keys[1]: unknown span 'dta'; did you mean 'data'?" in result.output
+    assert "analyze.injection.analyzer: unknown analyzer 'attention_traker'; did you mean" in result.output
+
+
+def test_a_program_that_does_nothing(run, tmp_path, config):
+    (tmp_path / "nothing.yaml").write_text("schema: 1\nname: nothing\n")
+    for more in ((), ("--model", config)):
+        result = run("check", "nothing.yaml", *more)
+        assert result.exit_code == 1
+        assert "does nothing: give observe" in result.output
+
+
+def test_commands_take_the_names_of_programs_that_ship(run, config, tmp_path):
+    result = run("check", "smollm2-list")
+    assert result.exit_code == 0
+    assert "program 'smollm2-list'" in result.output
+    result = run("run", config, "smollm2-list", "-p", "x")
+    assert "the program is for 30, this model has 4" in result.output
+    (tmp_path / "d.jsonl").write_text('"text"')
+    result = run("rerank", config, "-q", "x", "-d", "d.jsonl", "--heads", "smollm2-rerank")
+    assert result.exit_code == 1
+    assert "--heads: the model has no head 18-6" in result.output
+    result = run("check", "smollm2-lst")
+    assert result.exit_code == 1
+    assert "did you mean the program that ships, 'smollm2-list'?" in result.output
+
+
+def test_a_name_on_the_hub_is_printed_as_it_was_given(run):
+    assert "error: hf://org/file: is not a program on the hub" in run("check", "hf://org/file").output
+
+
+@pytest.mark.parametrize("command", ["check", "run", "rerank"])
+def test_help_says_what_a_program_may_be(run, command):
+    text = " ".join(run(command, "--help").output.replace("│", " ").split())
+    assert "hf://" in text
+    assert "ships" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("/nofolder", "no such folder"),
+        ("a/b/c", "no such folder"),
+        ("guard.yaml", "is a file; give the folder"),
+        ("smolm2", "did you mean 'smollm2'?"),
+        ("", "neither a folder nor a Hugging Face id"),
+    ],
+)
+def test_a_model_that_is_none(run, good, model, message):
+    for command in (("sites", model), ("check", good, "-m", model), ("run", model, good, "-p", "x")):
+        result = run(*command)
+        assert result.exit_code == 1
+        assert message in result.output
+
+
+def test_every_kind_of_wrong_file_has_a_message(run, tmp_path, config):
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "binary").write_bytes(bytes(range(128, 256)))
+    (tmp_path / "list.yaml").write_text("- a\n")
+    (tmp_path / "folder").mkdir()
+    for name in ("empty", "binary", "list.yaml", "folder", "missing"):
+        for command in (
+            ("check", name),
+            ("run", config, name, "-p", "x"),
+            ("run", config, "smollm2-list", "--prompts", name),
+            ("rerank", config, "-q", "x", "-d", name),
+            ("import", name),
+            ("show", name),
+            ("build", "heads", config, name),
+        ):
+            result = run(*command)
+            assert result.exit_code == 1, command
+            assert isinstance(result.exception, SystemExit), command
+            assert "error:" in result.output or "invalid:" in result.output, command
+
+
+def test_output_that_cannot_be_written_is_said_before_the_work(run, good, config, tmp_path):
+    (tmp_path / "file").write_text("")
+    good.write_text(GOOD.replace("spans:", "spans:  # plain"))
+    for command in (
+        ("run", config, good, "-p", "x", "--save", "file"),
+        ("demo", "-o", "file"),
+        ("bench", "-o", "file/bench.json"),
+        ("check", "--schema", "-o", "file/schema.json"),
+    ):
+        result = run(*command)
+        assert result.exit_code == 1
+        assert "error: file: is a file; a folder is needed" in result.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", "x", "p.yaml", "--dtype", "float31"),
+        ("bench", "--cpu", "--dtypes", "float31"),
+        ("build", "vector", "x", "--dtype", "float31"),
+    ],
+)
+def test_an_unknown_dtype(run, command):
+    result = run(*command)
+    assert result.exit_code == 2
+    assert "unknown value 'float31'" in result.output
 
 
 def test_check_with_a_model_says_what_it_arms(run, good, config):
@@ -163,7 +279,9 @@ def test_check_of_no_file_no_model_no_argument(run, good, tmp_path):
     assert result.exit_code == 1
     assert "no configuration" in result.output
     assert run("check").exit_code == 2
-    assert run("chekc", good).exit_code == 2
+    result = run("chekc", good)
+    assert result.exit_code == 2
+    assert "Did you mean 'check'?" in result.output
 
 
 def test_markup_in_a_message_is_printed_as_it_is(run, tmp_path):
@@ -359,6 +477,8 @@ def test_show_without_the_words_still_draws_scores(run, results, tmp_path):
 def test_show_refuses_what_it_cannot_read(run, results, tmp_path):
     (tmp_path / "junk.safetensors").write_bytes(b"no")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "guard.yaml").write_text(GOOD)
+    assert "is no saved result" in run("show", "guard.yaml").output
     for what in ("junk.safetensors", "empty", "missing.safetensors"):
         result = run("show", what)
         assert result.exit_code == 1

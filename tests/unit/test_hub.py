@@ -85,9 +85,10 @@ def test_every_kind_of_reference_is_found():
             "g": {"u": "u.safetensors", "v": "sha256:00#v"},
             "h": {"vector": "v.safetensors", "second": "w.safetensors"},
         },
+        "analyze": {"i": {"options": {"probe": "o.safetensors#x", "data": "data", "above": 0.5}}},
     }
     names = {name.partition(".")[0] for name in hub._references(program)}
-    assert names == {"p", "s", "v", "t", "u", "w"}
+    assert names == {"p", "s", "v", "t", "u", "w", "o"}
 
 
 def test_the_command_line_takes_such_a_name_and_the_users_cache(cache):

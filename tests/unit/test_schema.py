@@ -83,7 +83,10 @@ def test_programs_are_immutable() -> None:
         ({"name": "x" * 65}, "is not a valid program name"),
         ({"observ": {}}, "observ: unknown key; did you mean 'observe'?"),
         ({"observe": {"a.b": {"site": "q"}}}, "'a.b' is not a valid id"),
-        ({"observe": {"a": {"site": "resid"}}}, "observe.a.site: unknown site 'resid'; known sites: embed"),
+        (
+            {"observe": {"a": {"site": "resid"}}},
+            "observe.a.site: unknown site 'resid'; did you mean 'resid_pre'? known sites: embed",
+        ),
         ({"observe": {"a": {"site": "q", "layers": 5}}}, "observe.a.layers: write all, or a list"),
         (
             {"observe": {"a": {"site": "q", "layers": [True]}}},
@@ -134,7 +137,10 @@ def test_programs_are_immutable() -> None:
         ({"spans": {"s": {"message": "user", "text": "x"}}}, "spans.s.text: unknown key"),
         ({"spans": {"s": {"words": "x"}}}, "spans.s: not a span; write {message: role}"),
         ({"spans": {"s": {"between": ["a", ""]}}}, "spans.s.between[1]: "),
-        ({"intervene": {"e": {"site": "q", "method": "ad"}}}, "intervene.e: method: needs one of add, clamp"),
+        (
+            {"intervene": {"e": {"site": "q", "method": "ad"}}},
+            "intervene.e.method: unknown method 'ad'; did you mean 'add'? known methods: add, clamp",
+        ),
         ({"intervene": {"e": {"site": "q", "method": "add"}}}, "intervene.e.vector: is required"),
         (
             {"intervene": {"e": {"site": "q", "method": "add", "vector": "f", "strength": float("nan")}}},

@@ -296,6 +296,7 @@ def test_a_server_reads_no_files(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_available_yet(tmp_path: Path, extra: str, message: str) -> None:
+    probe_file(tmp_path / "d.safetensors")
     with pytest.raises(UnsupportedError) as error:
         load_from(tmp_path, "d.safetensors", extra)
     assert message in str(error.value)

@@ -7,8 +7,9 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from ..errors import ProgramError
+from ..suggest import unknown
 from .attention_tracker import AttentionTracker
-from .base import Analyzer, AnalyzerOptions, Spans
+from .base import Analyzer, AnalyzerOptions, Names, SpanName, Spans, named_by
 from .core_reranker import CoreReranker
 from .hidden_states import HiddenStates
 from .linear_probe import LinearProbe
@@ -40,11 +41,14 @@ __all__ = [
     "LinearProbe",
     "LogitLens",
     "Lookback",
+    "Names",
     "ProjectionMonitor",
     "SpanInfluence",
+    "SpanName",
     "Spans",
     "get",
     "misfit",
+    "named_by",
     "names",
 ]
 
@@ -69,7 +73,7 @@ def get(name: str) -> Analyzer:
     if name in BUILT_IN and (entry is None or entry.value.startswith(f"{__name__}.")):
         return BUILT_IN[name]()
     if entry is None:
-        raise ProgramError("analyzers", f"unknown analyzer {name!r}; known: {', '.join(names())}")
+        raise ProgramError("analyzers", unknown("analyzer", name, names()))
     try:
         found = entry.load()
     except Exception as e:

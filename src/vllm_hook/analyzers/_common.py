@@ -15,6 +15,7 @@ from ..program._types import fail
 from ..results import Observed
 from ..sites import SITES
 from ..tensors import read_tensors
+from .base import Names
 
 #: How the numbers of several positions become one.
 Over = Literal["max", "min", "mean", "last"]
@@ -101,4 +102,4 @@ def _readable(ref: str) -> str:
 
 
 #: A file that an option names: ``file`` or ``file#tensor``, absolute or relative to the working directory.
-OptionFile = Annotated[str, AfterValidator(_readable)]
+OptionFile = Annotated[str, AfterValidator(_readable), Names("file")]

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from ..errors import HookError, IncompleteCaptureError
 from ..results import Observed, Score
-from .base import AnalyzerOptions, Spans
+from .base import AnalyzerOptions, SpanName, Spans
 
 EPSILON = 1e-8
 
@@ -50,8 +50,8 @@ class AttentionTracker:
     class Options(AnalyzerOptions):
         """``instruction`` and ``data`` are names of spans among the observation's keys."""
 
-        instruction: str = "instruction"
-        data: str = "data"
+        instruction: SpanName = "instruction"
+        data: SpanName = "data"
         threshold: float = Field(default=0.5, allow_inf_nan=False)
 
     def score(self, observations: Mapping[str, Observed], spans: Spans, options: Options) -> Score:

@@ -6,8 +6,9 @@ name. A package adds its own through the entry-point group ``vllm_hook.analyzers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict
 
@@ -15,6 +16,34 @@ from ..results import Observed, Score
 
 #: Half-open ranges of token positions; a span name may stand for several.
 Spans = Mapping[str, list[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Marks an option that names something, ``Annotated[str, Names("file")]``: a file, which a program
+    names relative to itself and whose content is part of its digest, or a span of the program."""
+
+    what: Literal["file", "span"]
+
+
+SpanName = Annotated[str, Names("span")]
+
+
+def named_by(
+    options: type[BaseModel], values: Mapping[str, Any], what: Literal["file", "span"]
+) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """What the values of options name: (place, name) of each option marked as :class:`Names`."""
+    for name, field in options.model_fields.items():
+        value = values.get(name)
+        if Names(what) in field.metadata or _is_marked(field.annotation, Names(what)):
+            several = isinstance(value, (list, tuple))
+            for i, each in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+                if isinstance(each, str):
+                    yield ((name, i) if several else (name,)), each
+
+
+def _is_marked(annotation: Any, mark: Names) -> bool:
+    return any(part == mark or _is_marked(part, mark) for part in get_args(annotation))
 
 
 class AnalyzerOptions(BaseModel):

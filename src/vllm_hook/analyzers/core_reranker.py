@@ -17,7 +17,7 @@ import torch
 
 from ..errors import HookError, IncompleteCaptureError
 from ..results import Observed, Score
-from .base import AnalyzerOptions, Spans
+from .base import AnalyzerOptions, SpanName, Spans
 
 #: Tokens this many standard deviations below their document's mean are dropped.
 STDS = 2.0
@@ -58,9 +58,9 @@ class CoreReranker:
         begin behind the span ``after`` and before the span ``before`` are documents, where these are given:
         what is found by marks may be found elsewhere too."""
 
-        documents: str
-        after: str | None = None
-        before: str | None = None
+        documents: SpanName
+        after: SpanName | None = None
+        before: SpanName | None = None
 
     def score(self, observations: Mapping[str, Observed], spans: Spans, options: Options) -> Score:
         """``value``: the best score. ``details``: ``scores`` by document, ``order`` (best first) and

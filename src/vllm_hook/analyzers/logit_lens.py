@@ -23,7 +23,7 @@ from ..program._types import fail
 from ..results import Observed, Score
 from ..unembedding import Unembedding
 from ._common import single
-from .base import AnalyzerOptions, Spans
+from .base import AnalyzerOptions, Names, Spans
 
 #: Rows whose logits are held at a time.
 ROWS = 64
@@ -75,7 +75,7 @@ class LogitLens:
     class Options(AnalyzerOptions):
         """``unembedding``: the file; ``top``: how many tokens a layer."""
 
-        unembedding: Annotated[str, AfterValidator(_readable)]
+        unembedding: Annotated[str, AfterValidator(_readable), Names("file")]
         top: Annotated[int, Field(ge=1, le=100)] = 5
 
     def score(self, observations: Mapping[str, Observed], spans: Spans, options: Options) -> Score:

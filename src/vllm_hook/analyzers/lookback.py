@@ -15,7 +15,7 @@ import torch
 from ..errors import HookError
 from ..results import Observed, Score
 from ._common import Bound, flag, single
-from .base import AnalyzerOptions, Spans
+from .base import AnalyzerOptions, SpanName, Spans
 
 
 def ratio(
@@ -42,8 +42,8 @@ class Lookback:
         """``context`` names the span to look back at. Where that is only a part of the prompt, ``prompt``
         names a span of all of it (``{tokens: [0, null]}``). Flagged if ``value`` is under ``below``."""
 
-        context: str
-        prompt: str | None = None
+        context: SpanName
+        prompt: SpanName | None = None
         below: Bound | None = None
 
     def score(self, observations: Mapping[str, Observed], spans: Spans, options: Options) -> Score:

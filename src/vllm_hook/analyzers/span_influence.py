@@ -16,7 +16,7 @@ from pydantic import Field
 from ..errors import HookError
 from ..results import Observed, Score
 from ._common import Bound, flag, single
-from .base import AnalyzerOptions, Spans
+from .base import AnalyzerOptions, SpanName, Spans
 
 
 def shares(mass: torch.Tensor, tokens: Sequence[int] | None = None) -> torch.Tensor:
@@ -35,15 +35,15 @@ class SpanInfluence:
     """Needs one ``attention_mass`` observation; its keys are the spans."""
 
     name: ClassVar[str] = "span_influence"
-    sites: ClassVar[tuple[str, ...]] = ("attention_mass",)
+    sites: ClassVar[tuple[SpanName, ...]] = ("attention_mass",)
 
     class Options(AnalyzerOptions):
         """``spans``: those to compare (default: all keys). ``of``: the span whose share is the value
         (default: the largest). ``per_token`` divides by each span's length. Flagged by ``above`` and
         ``below`` on the value."""
 
-        spans: Annotated[tuple[str, ...], Field(min_length=2)] | None = None
-        of: str | None = None
+        spans: Annotated[tuple[SpanName, ...], Field(min_length=2)] | None = None
+        of: SpanName | None = None
         per_token: bool = False
         above: Bound | None = None
         below: Bound | None = None

@@ -40,6 +40,7 @@ from ..runtime.edits import resolve_edits
 from ..runtime.loading import LoadedProgram, load_program
 from ..runtime.requests import PAYLOAD_KEY, Lane, payload
 from ..runtime.rows import Record
+from ..suggest import did_you_mean
 from .chat import carry_chat, read_prompt
 from .output import Collector, Context, Use, most_rows
 from .settings import Settings
@@ -140,7 +141,9 @@ class Frontend:
             return self.programs[name]
         except KeyError:
             known = ", ".join(sorted(self.programs)) or "none"
-            raise ProgramError(f"program {name!r}", f"is not loaded; loaded: {known}") from None
+            raise ProgramError(
+                f"program {name!r}", f"is not loaded; loaded: {known}{did_you_mean(name, self.programs)}"
+            ) from None
 
     def _drop(self, digest: str) -> None:
         """Let the workers forget tensors that no program and no running request needs."""

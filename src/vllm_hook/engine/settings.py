@@ -20,6 +20,7 @@ from ..ops.library import OPS_VERSION
 from ..runtime.buffers import site_bytes
 from ..runtime.loading import LoadedProgram, load_program
 from ..sites import SITES, Armed, ModelFacts, site
+from ..suggest import unknown
 
 CONFIG_KEY = "vllm_hook"
 
@@ -148,7 +149,7 @@ def arm_set(arm: Mapping[str, ArmSpec], facts: ModelFacts) -> Armed:
     armed = Armed()
     for name, spec in arm.items():
         if name not in SITES:
-            raise SiteError(f"arm: unknown site {name!r}; known sites: {', '.join(SITES)}")
+            raise SiteError(f"arm: {unknown('site', name, SITES)}")
         every = facts.site_layers(name)
         layers = every if spec.layers == "all" or not site(name).layered else tuple(spec.layers)
         layers = tuple(layer + facts.layers if layer < 0 else layer for layer in layers)

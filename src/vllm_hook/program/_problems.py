@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from ..errors import Problem
+from ..suggest import did_you_mean, unknown
+from ._types import METHODS, Word
 
 Path = tuple["str | int", ...]
 
@@ -41,39 +43,66 @@ def clean_path(loc: Sequence[str | int], data: Any) -> Path:
     return tuple(path)
 
 
-def known_keys(model: type[BaseModel]) -> set[str]:
-    """All keys of a model and of the models in its fields, for suggestions."""
-    keys: set[str] = set()
-    seen: set[type] = set()
-
-    def visit(annotation: Any) -> None:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            if annotation in seen:
-                return
-            seen.add(annotation)
-            for name, field in annotation.model_fields.items():
-                keys.add(field.alias or name)
-                visit(field.annotation)
-        for arg in getattr(annotation, "__args__", ()):
-            visit(arg)
-
-    visit(model)
-    return keys
+def known_keys(model: type[BaseModel], path: Path) -> list[str]:
+    """The keys that may stand where ``path`` ends: those of every kind of section that fits there."""
+    here = [model]
+    for part in path[:-1]:
+        fields = [f for m in here for name, f in m.model_fields.items() if part in (name, f.alias)]
+        # An id or an index is no field: it stays with the sections of which there are several.
+        here = [m for f in fields for m in _models(f.annotation)] or here
+    return list(dict.fromkeys(f.alias or name for m in here for name, f in m.model_fields.items()))
 
 
-def _message(error: Mapping[str, Any], path: Path, keys: set[str]) -> str:
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in a type, through unions, lists and dicts."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
+
+
+def _key_message(name: str, keys: Sequence[str]) -> str:
+    if name in keys:
+        return "unknown key here: it belongs to another method or kind"
+    meant = did_you_mean(name, keys)
+    return f"unknown key{meant}" if meant or not keys else f"unknown key; known keys: {', '.join(keys)}"
+
+
+def _message(error: Mapping[str, Any], keys: Sequence[str], name: str) -> str:
     kind, value = error["type"], error.get("input")
     if kind == "missing":
         return "is required"
     if kind == "extra_forbidden":
-        close = difflib.get_close_matches(str(path[-1]), sorted(keys), n=1)
-        return f"unknown key; did you mean {close[0]!r}?" if close else "unknown key"
+        return _key_message(name, keys)
+    if kind == "method":
+        return _method_message(value)
     message = str(error["msg"])
+    if kind == "selector":
+        return message + (did_you_mean(value, get_args(Word)) if isinstance(value, str) else "")
     if isinstance(value, bool) and kind in ("string_type", "literal_error"):
         message += f", got {str(value).lower()} (YAML reads a bare yes, no, on or off as a boolean: quote it)"
     elif value is not None and not isinstance(value, (dict, list, tuple)) and kind != "program":
         message += f", got {value!r:.80}"
+        if kind == "literal_error":
+            message += did_you_mean(str(value), re.findall("'([^']*)'", str(error["msg"])))
+    elif value is None and kind != "program":
+        message += ", got nothing"
     return message
+
+
+def _method_message(edit: Any) -> str:
+    if not isinstance(edit, Mapping):
+        return f"not an edit; write {{site: .., method: .., ..}} with a method of {', '.join(METHODS)}"
+    given = edit.get("method")
+    return (
+        f"is required: one of {', '.join(METHODS)}"
+        if given is None
+        else unknown("method", str(given), METHODS)
+    )
+
+
+def _below(loc: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(loc) > len(other) and tuple(loc[: len(other)]) == tuple(other)
 
 
 def problems_of(
@@ -81,13 +110,18 @@ def problems_of(
     data: Any,
     model: type[BaseModel] | None = None,
     line: Callable[[Path], int | None] = lambda path: None,
+    prefix: Path = (),
 ) -> list[Problem]:
-    """Every error of a validation, by the path and line that the user wrote."""
-    keys = known_keys(model) if model else set()
+    """Every error of a validation, by the path (after ``prefix``) and line that the user wrote."""
     found = []
-    for item in error.errors(include_url=False, include_context=False):
-        if item["type"] == "too_short" and item["input"]:
-            continue  # every item was refused already
+    items = error.errors(include_url=False, include_context=False)
+    for item in items:
+        if item["type"] == "too_short" and any(_below(other["loc"], item["loc"]) for other in items):
+            continue  # too short for the items that were refused already
         path = clean_path(item["loc"], data)
-        found.append(Problem(format_path(path), _message(item, path, keys), line(path)))
+        if item["type"] == "method" and isinstance(item["input"], Mapping):
+            path = (*path, "method")
+        keys = known_keys(model, path) if model is not None else []
+        message = _message(item, keys, str(path[-1]) if path else "")
+        found.append(Problem(format_path((*prefix, *path)), message, line(path)))
     return found

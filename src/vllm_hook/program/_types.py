@@ -23,6 +23,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ..sites import SITES
+from ..suggest import unknown
+
+METHODS = ("add", "clamp", "ablate", "rotate", "sae", "affine", "attend")
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 ID_PATTERN = r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$"
@@ -55,7 +58,7 @@ def _matching(pattern: str, what: str) -> AfterValidator:
 
 def _known_site(value: str) -> str:
     if value not in SITES:
-        raise fail(f"unknown site {value!r}; known sites: {', '.join(SITES)}")
+        raise fail(unknown("site", value, SITES))
     return value
 
 
@@ -172,7 +175,7 @@ Selector = Annotated[
     | Annotated[TokenIds, Tag("<token_ids>")],
     Discriminator(
         _selector_tag,
-        custom_error_type="program",
+        custom_error_type="selector",
         custom_error_message=(
             "not a selector; write all, prompt, generated, last_prompt, {range: [a, b]}, "
             "{generated: [a, b]}, {span: name}, {token_ids: [..]} or a list of these"

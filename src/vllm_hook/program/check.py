@@ -1,18 +1,21 @@
 """Program x model -> :class:`CheckedProgram`: does it fit, and which layers and heads does it mean?
 
-Every problem is reported at once. A program for another model is reported as such and nothing
-else, since all that would follow are consequences.
+Every problem is reported at once. Without a model, or for another one than the program was written for,
+it is checked against itself and the sizes that its ``model:`` states.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import ModelMismatchError, Problem, ProgramError
 from ..sites import SITES, ModelFacts
+from ..suggest import unknown
 from ._problems import Path
+from ._sizes import Sizes
 from ._types import KEY_PATTERN, Selector, SpanRows
 from .checked import (
     Analysis,
@@ -25,7 +28,7 @@ from .checked import (
     tensor_refs,
     tensor_uses,
 )
-from .load import SourcedProgram
+from .load import Draft, SourcedProgram
 from .schema import AttendEdit, BetweenSpan, Observe, Program, When, parse_condition
 
 __all__ = [
@@ -33,9 +36,11 @@ __all__ = [
     "CheckedEdit",
     "CheckedProgram",
     "CheckedRule",
+    "Findings",
     "Observation",
     "TensorUse",
     "check",
+    "examine",
     "needs",
     "split_span_ref",
     "tensor_refs",
@@ -49,10 +54,36 @@ _ORDER = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Findings:
+    """What :func:`examine` found. ``checked``: None without a model, or where nothing could be read;
+    with ``problems`` it lacks what is wrong. ``mismatch``: the program is for another model."""
+
+    source: str
+    problems: tuple[Problem, ...]
+    checked: CheckedProgram | None
+    mismatch: bool = False
+
+
 def check(sourced: SourcedProgram, facts: ModelFacts) -> CheckedProgram:
     """Check a program against a model; :class:`ProgramError` lists every problem."""
-    _check_model(sourced, facts)
-    return _Checker(sourced, facts).run()
+    found = examine(Draft(sourced.source, sourced), facts)
+    if found.problems or found.checked is None:
+        kind = ModelMismatchError if found.mismatch else ProgramError
+        raise kind(found.source, list(found.problems))
+    return found.checked
+
+
+def examine(draft: Draft, facts: ModelFacts | None) -> Findings:
+    """Check what can be read of a program against itself, and against a model where there is one."""
+    sourced, problems = draft.sourced, list(draft.problems)
+    if sourced is None:
+        return Findings(draft.source, draft.problems, None)
+    mismatch = _model_problems(sourced, facts) if facts is not None else []
+    checker = _Checker(draft, sourced, None if mismatch else facts)
+    checked = checker.run()
+    problems = sorted([*problems, *mismatch, *checker.problems], key=lambda p: p.line or 0)
+    return Findings(draft.source, tuple(problems), checked, bool(mismatch))
 
 
 def split_span_ref(ref: str) -> tuple[str, int | None]:
@@ -61,11 +92,11 @@ def split_span_ref(ref: str) -> tuple[str, int | None]:
     return name, int(index[:-1]) if bracket else None
 
 
-def _check_model(sourced: SourcedProgram, facts: ModelFacts) -> None:
+def _model_problems(sourced: SourcedProgram, facts: ModelFacts) -> list[Problem]:
     wanted = sourced.program.model
+    problems: list[Problem] = []
     if wanted is None:
-        return
-    problems = []
+        return problems
     for name in ("id", "layers", "heads", "kv_heads", "head_dim", "hidden"):
         want, have = getattr(wanted, name), getattr(facts, name)
         same = _last_component(want) == _last_component(have) if name == "id" and want else want == have
@@ -73,8 +104,7 @@ def _check_model(sourced: SourcedProgram, facts: ModelFacts) -> None:
             problems.append(
                 sourced.problem(("model", name), f"the program is for {want!r}, this model has {have!r}")
             )
-    if problems:
-        raise ModelMismatchError(sourced.source, problems)
+    return problems
 
 
 def _last_component(model_id: str) -> str:
@@ -84,14 +114,18 @@ def _last_component(model_id: str) -> str:
 class _Checker:
     """One run over a program; problems are collected, and raised at the end."""
 
-    def __init__(self, sourced: SourcedProgram, facts: ModelFacts) -> None:
+    def __init__(self, draft: Draft, sourced: SourcedProgram, facts: ModelFacts | None) -> None:
+        self.draft = draft
         self.sourced = sourced
         self.program: Program = sourced.program
         self.facts = facts
+        self.sizes = Sizes.of(facts, self.program.model)
         self.problems: list[Problem] = []
 
-    def run(self) -> CheckedProgram:
+    def run(self) -> CheckedProgram | None:
         program = self.program
+        if not (program.observe or program.intervene or program.analyze or program.act):
+            self.check_empty()
         observations = tuple(self.observation(id, o) for id, o in program.observe.items())
         by_id = {o.id: o for o in observations}
         edits = tuple(self.edit(id, by_id) for id in program.intervene)
@@ -100,13 +134,31 @@ class _Checker:
         for id in program.analyze:
             if id in program.observe:
                 self.wrong(("analyze", id), f"{id!r} is the id of an observation too; give it another")
-        if self.problems:
-            raise ProgramError(self.sourced.source, sorted(self.problems, key=lambda p: p.line or 0))
+        if self.facts is None:
+            return None
         return CheckedProgram(
             program=program, name=program.name, source=self.sourced.source,
             base_dir=self.sourced.base_dir, lines=self.sourced.lines, apply=program.apply,
             spans=program.spans, observations=observations, edits=edits, analyses=analyses, rules=rules,
         )  # fmt: skip
+
+    def check_empty(self) -> None:
+        if not self.draft.problems:
+            self.wrong((), "does nothing: give observe (what to read) or intervene (what to change)")
+
+    def check_known(self, path: Path, section: str, id: str, what: str, none: str) -> bool:
+        """Whether a reference leads somewhere; it is not wrong if what it names could not be read."""
+        known = getattr(self.program, section)
+        if id in known:
+            return True
+        if not self.draft.has_lost(section, id):
+            self.wrong(
+                path,
+                unknown(what, id, known, none)
+                if known
+                else f"unknown {what} {id!r}; the program has no {none}",
+            )
+        return False
 
     def wrong(self, path: Path, message: str) -> None:
         self.problems.append(self.sourced.problem(path, message))
@@ -153,10 +205,10 @@ class _Checker:
 
     def check_span(self, path: Path, ref: str) -> None:
         name, index = split_span_ref(ref)
-        span = self.program.spans.get(name)
-        if span is None:
-            self.wrong(path, f"unknown span {name!r}; {_known('spans', self.program.spans)}")
-        elif index is not None and not (isinstance(span, BetweenSpan) and span.each):
+        if not self.check_known(path, "spans", name, "span", "spans") or index is None:
+            return
+        span = self.program.spans[name]
+        if not (isinstance(span, BetweenSpan) and span.each):
             self.wrong(path, f"span {name!r} is not a list (each: true), so {ref!r} does not exist")
 
     def check_selectors(self, path: Path, selectors: tuple[Selector, ...]) -> None:
@@ -178,7 +230,8 @@ class _Checker:
             return tuple(sorted({layer for layer, _ in pairs})), pairs, None
         found = self.layers(path, site, layers)
         if kind == "attention":
-            return tuple(sorted(found)), tuple((y, h) for y in found for h in range(self.facts.heads)), None
+            every = range(self.sizes.heads or 0)
+            return tuple(sorted(found)), tuple((y, h) for y in found for h in every), None
         if heads is None:
             return found, None, None
         if kind == "stream":
@@ -191,13 +244,16 @@ class _Checker:
         if layers is not None and not SITES[site].layered:
             self.wrong(path, f"site {site!r} exists once in a model and takes no layers")
         if layers is None or layers == "all" or not SITES[site].layered:
-            return self.facts.site_layers(site)
+            return self.sizes.site_layers(site)
         if not layers:
             self.wrong(path, "is empty; leave it out for all layers")
-        return tuple(self.in_range(path, layers, self.facts.layers, "layer", "layers"))
+        return tuple(self.in_range(path, layers, self.sizes.layers, "layer", "layers"))
 
-    def in_range(self, path: Path, values: Sequence[int], size: int, what: str, of: str) -> Iterator[int]:
-        """Non-negative indexes; those out of range or given twice are reported and left out."""
+    def in_range(
+        self, path: Path, values: Sequence[int], size: int | None, what: str, of: str
+    ) -> Iterator[int]:
+        """Indexes, non-negative where the size is known; those out of range or given twice are reported
+        and left out."""
         seen: set[int] = set()
         for i, value in enumerate(values):
             index = self.index((*path, i), value, size, what, of)
@@ -207,11 +263,14 @@ class _Checker:
                 seen.add(index)
                 yield index
 
-    def index(self, path: Path, value: int, size: int, what: str, of: str) -> int | None:
+    def index(self, path: Path, value: int, size: int | None, what: str, of: str) -> int | None:
+        if size is None:
+            return value
         index = value + size if value < 0 else value
         if 0 <= index < size:
             return index
-        self.wrong(path, f"{what} {value} does not exist: the model has {size} {of}, 0 to {size - 1}")
+        whose = "the model has" if self.facts is not None else "the program is for a model with"
+        self.wrong(path, f"{what} {value} does not exist: {whose} {size} {of}, 0 to {size - 1}")
         return None
 
     def indexes(self, path: Path, site: str, heads: Any) -> tuple[int, ...] | None:
@@ -220,8 +279,9 @@ class _Checker:
             return None
         if not heads:
             self.wrong(path, "is empty; leave it out for all heads")
-        size = self.facts.row_shape(site)[0]
-        return tuple(self.in_range(path, heads, size, "head", "KV heads" if site in ("k", "v") else "heads"))
+        few = site in ("k", "v")
+        size = self.sizes.kv_heads if few else self.sizes.heads
+        return tuple(self.in_range(path, heads, size, "head", "KV heads" if few else "heads"))
 
     def pairs(self, path: Path, heads: Any) -> tuple[tuple[int, int], ...]:
         if not heads:
@@ -231,8 +291,8 @@ class _Checker:
             if not isinstance(pair, tuple):
                 self.wrong((*path, i), "attention takes [layer, head] pairs")
                 continue
-            layer = self.index((*path, i), pair[0], self.facts.layers, "layer", "layers")
-            head = self.index((*path, i), pair[1], self.facts.heads, "head", "heads")
+            layer = self.index((*path, i), pair[0], self.sizes.layers, "layer", "layers")
+            head = self.index((*path, i), pair[1], self.sizes.heads, "head", "heads")
             if layer is not None and head is not None:
                 if (layer, head) in found:
                     self.wrong((*path, i), f"head {list(pair)} is listed twice")
@@ -265,16 +325,16 @@ class _Checker:
         observations: Mapping[str, Observation],
     ) -> None:
         path = (*path, "observe")
-        gate = observations.get(when.observe)
-        if gate is None:
-            self.wrong(path, f"unknown observation {when.observe!r}; {_known('observations', observations)}")
-        elif SITES[gate.site].kind == "attention":
+        if not self.check_known(path, "observe", when.observe, "observation", "observations"):
+            return
+        gate = observations[when.observe]
+        if SITES[gate.site].kind == "attention":
             self.wrong(path, f"{gate.id!r} observes attention, which cannot gate")
         elif not gate.scalar:
             self.wrong(path, f"{gate.id!r} has no reduction to one number a row, so it cannot gate")
         elif len(gate.layers) != 1:
-            self.wrong(path, f"{gate.id!r} observes {len(gate.layers)} layers; a gate takes one")
-        elif not gate.prompt_only and layers:
+            self.wrong(path, f"{gate.id!r} observes {len(gate.layers) or 'all'} layers; a gate takes one")
+        elif not gate.prompt_only and layers and min(*layers, *gate.layers) >= 0:
             first = (min(layers), _ORDER[site])
             if (gate.layers[0], _ORDER[gate.site]) > first:
                 self.wrong(
@@ -288,11 +348,7 @@ class _Checker:
     def analysis(self, id: str) -> Analysis:
         analyze = self.program.analyze[id]
         for i, name in enumerate(analyze.observe):
-            if name not in self.program.observe:
-                self.wrong(
-                    ("analyze", id, "observe", i),
-                    f"unknown observation {name!r}; {_known('observations', self.program.observe)}",
-                )
+            self.check_known(("analyze", id, "observe", i), "observe", name, "observation", "observations")
         named = (s for value in analyze.options.values() for s in _strings(value))
         spans = tuple(dict.fromkeys(s for s in named if self.names_span(s)))
         return Analysis(id, analyze.analyzer, analyze.observe, analyze.options, spans)
@@ -305,13 +361,11 @@ class _Checker:
         subject, test, bound = parse_condition(rule.condition)
         path: Path = ("act", i, "if")
         if test == "flagged":
-            if subject not in self.program.analyze:
-                self.wrong(
-                    path, f"unknown analyzer id {subject!r}; {_known('analyses', self.program.analyze)}"
-                )
-        elif subject not in observations:
-            self.wrong(path, f"unknown observation {subject!r}; {_known('observations', observations)}")
-        elif not observations[subject].scalar:
+            self.check_known(path, "analyze", subject, "analyzer id", "analyses")
+        elif (
+            self.check_known(path, "observe", subject, "observation", "observations")
+            and not observations[subject].scalar
+        ):
             self.wrong(path, f"{subject!r} has no reduction to one number a row to compare")
         return CheckedRule(subject, test, bound, rule.do, rule.reason)
 
@@ -322,7 +376,3 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _strings(item)
-
-
-def _known(what: str, names: Mapping[str, Any]) -> str:
-    return f"known {what}: {', '.join(names)}" if names else f"the program has no {what}"

@@ -161,10 +161,15 @@ def needs(checked: CheckedProgram) -> Armed:
 
 def tensor_uses(checked: CheckedProgram) -> tuple[TensorUse, ...]:
     """Every tensor that a program names, in file order."""
+    return uses_of(checked.program)
+
+
+def uses_of(program: Program) -> tuple[TensorUse, ...]:
+    """The same of a program that was not checked."""
     uses: list[TensorUse] = []
-    for id, observe in checked.program.observe.items():
+    for id, observe in program.observe.items():
         uses += _reduction_uses(("observe", id, "reduce"), observe.reduce)
-    for id, edit in checked.program.intervene.items():
+    for id, edit in program.intervene.items():
         uses += _edit_uses(("intervene", id), edit)
     return tuple(uses)
 

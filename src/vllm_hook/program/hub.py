@@ -13,13 +13,18 @@ from typing import Any
 
 from ..errors import ProgramError
 
-#: A path object has turned ``hf://`` into ``hf:/``.
-_NAME = re.compile(r"hf:/{1,2}(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?/(?P<file>[^@]+)")
+_NAME = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?/(?P<file>[^@]+)")
+_TENSOR_FILE = re.compile(r"[^#]+\.(safetensors|pt)(#.*)?")
 _FILES = ("probe", "projection", "cosine", "sae", "vector", "second", "target", "u", "v")
 
 
 def is_hub_name(source: str) -> bool:
     return source.startswith("hf:/")
+
+
+def full_name(source: str) -> str:
+    """The name as it was written: a path object has turned ``hf://`` into ``hf:/``."""
+    return "hf://" + source.removeprefix("hf:").lstrip("/")
 
 
 def fetch(source: str) -> tuple[Path, str]:
@@ -49,6 +54,11 @@ def _references(program: dict[str, Any]) -> Iterator[str]:
         for key in _FILES:
             value = holder.get(key)
             if isinstance(value, str) and not value.startswith("sha256:"):
+                yield value.partition("#")[0]
+    for analyze in program.get("analyze", {}).values():
+        # Which options name files only the analyzers know, and this module does not know them.
+        for value in analyze.get("options", {}).values():
+            if isinstance(value, str) and _TENSOR_FILE.fullmatch(value):
                 yield value.partition("#")[0]
 
 

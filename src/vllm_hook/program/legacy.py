@@ -36,6 +36,8 @@ def import_legacy(path: str | Path, folder: Path | None = None) -> tuple[dict[st
     _hidden_states(data, program, notes, path)
     _steering(data, program, notes, path, folder or Path())
     if "observe" not in program and "intervene" not in program:
+        if "schema" in data:
+            raise ProgramError(str(path), "is a program already: there is nothing to import")
         raise ProgramError(
             str(path), "has none of important_heads, hookq, hidden_states and steering, so nothing to import"
         )
@@ -57,10 +59,15 @@ def _read(path: Path) -> dict[str, Any]:
         raise ProgramError(str(path), f"cannot be read: {error.strerror or error}") from None
     if len(content) > MAX_BYTES:
         raise ProgramError(str(path), f"is larger than {MAX_BYTES // 1024} KiB")
+    if not content.strip():
+        raise ProgramError(str(path), "is empty")
     try:
         data = json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ProgramError(str(path), f"is not UTF-8 text (byte {error.start})") from None
     except (ValueError, RecursionError) as error:
-        raise ProgramError(str(path), f"is not valid JSON: {error}") from None
+        why = f"is not valid JSON, as configurations of the earlier vLLM-Hook are: {error}"
+        raise ProgramError(str(path), why) from None
     if not isinstance(data, dict):
         raise ProgramError(str(path), "is not a configuration of vLLM-Hook: a JSON object is needed")
     return data

@@ -1,34 +1,34 @@
-"""Read a program file, dict or text. Reports every error of a file at once, with field and line.
+"""Read a program: a file, a dict, a text, or a name. Every error is reported at once, with field and line.
 
-YAML is read with a loader that refuses anchors, aliases, merge keys and duplicate keys, and whose
-nodes say on which line each field stands. Values are those of YAML 1.1 as PyYAML reads them, but
-numbers such as ``1e-3`` are numbers. Text that is JSON is read as JSON.
+:func:`load` gives a program or raises; :func:`read` also gives what is well formed of one that is not, so
+that a check can go on where the form is at fault.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Union
 
-import yaml
 from pydantic import ValidationError
 
 from ..errors import Problem, ProgramError
 from . import hub
+from ._parse import parse
 from ._problems import Path as FieldPath
-from ._problems import format_path, problems_of
+from ._problems import clean_path, format_path, problems_of
+from .locate import locate
 from .schema import Program
 
 MAX_BYTES = 256 * 1024
 """Largest program file. Tensors live in files of their own."""
 
 Source = Union[str, Path, Mapping[str, Any], Program, "SourcedProgram"]
-"""A path, a name on the hub (``hf://org/repo/file``), a text of a program (it holds a newline or starts
-with ``{``), a dict, or a Program."""
+"""A path, the name of a program that ships (``smollm2-list``), a name on the hub (``hf://org/repo/file``),
+a text of a program (it holds a newline or starts with ``{``), a dict, or a Program."""
+
+SECTIONS = ("spans", "observe", "intervene", "analyze")
 
 
 @dataclass(frozen=True)
@@ -48,33 +48,85 @@ class SourcedProgram:
         return Problem(format_path(path), message, self.line(path))
 
 
+@dataclass(frozen=True)
+class Draft:
+    """What can be read of a program. ``sourced``: its well-formed part, None if there is none.
+
+    ``lost``: what was left out of each section, None for the section as a whole; a reference to it is
+    not wrong for that.
+    """
+
+    source: str
+    sourced: SourcedProgram | None
+    problems: tuple[Problem, ...] = ()
+    lost: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
+
+    def has_lost(self, section: str, id: str) -> bool:
+        names = self.lost.get(section, frozenset())
+        return names is None or id in names
+
+
 def load(source: Source) -> SourcedProgram:
     """Read a program from anywhere. Tensor files are relative to the program file, else to the
     working directory. Raises :class:`ProgramError` with every problem found.
     """
+    return _whole(read(source))
+
+
+def load_text(text: str | bytes, source: str, base_dir: Path) -> SourcedProgram:
+    """Read a program from YAML or JSON text; ``source`` names it in errors."""
+    return _whole(_read_text(text, source, base_dir))
+
+
+def read(source: Source) -> Draft:
+    """What can be read of a program. ProgramError: nothing can, it is no mapping or is not there."""
     if isinstance(source, SourcedProgram):
-        return source
+        return Draft(source.source, source)
     if isinstance(source, Program):
-        return SourcedProgram(source, f"program {source.name!r}", Path.cwd())
+        label = f"program {source.name!r}"
+        return Draft(label, SourcedProgram(source, label, Path.cwd()))
     if isinstance(source, Mapping):
         name = source.get("name")
         label = f"program {name!r}" if isinstance(name, str) else "program"
         return _validated(dict(source), label, Path.cwd(), {})
     if isinstance(source, str) and ("\n" in source or source.lstrip().startswith("{")):
-        return load_text(source, "program text", Path.cwd())
+        return _read_text(source, "program text", Path.cwd())
     if isinstance(source, (str, Path)) and hub.is_hub_name(str(source)):
-        return _load_from_hub(str(source))
+        return _read_from_hub(hub.full_name(str(source)))
     if isinstance(source, (str, Path)):
-        return _load_file(Path(source))
+        return _read_file(locate(source))
     raise ProgramError("program", f"give a path, a dict or a Program, not {type(source).__name__}")
 
 
-def load_text(text: str | bytes, source: str, base_dir: Path) -> SourcedProgram:
-    """Read a program from YAML or JSON text; ``source`` names it in errors."""
+def _whole(draft: Draft) -> SourcedProgram:
+    if draft.problems or draft.sourced is None:
+        raise ProgramError(draft.source, list(draft.problems))
+    return draft.sourced
+
+
+def _read_from_hub(source: str) -> Draft:
+    path, revision = hub.fetch(source)
+    draft = _read_file(path)
+    if draft.sourced is not None:
+        hub.fetch_tensors(source, revision, draft.sourced.program.to_dict())
+    return draft
+
+
+def _read_file(path: Path) -> Draft:
+    source = str(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ProgramError(source, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return _read_text(content, source, path.absolute().parent)
+
+
+def _read_text(text: str | bytes, source: str, base_dir: Path) -> Draft:
     if isinstance(text, str):
         text = text.encode("utf-8", "surrogatepass")
     if len(text) > MAX_BYTES:
-        raise ProgramError(source, f"is larger than {MAX_BYTES // 1024} KiB")
+        raise ProgramError(source, f"is larger than {MAX_BYTES // 1024} KiB, so it is no program file")
     try:
         decoded = text.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -82,42 +134,62 @@ def load_text(text: str | bytes, source: str, base_dir: Path) -> SourcedProgram:
         raise ProgramError(source, [Problem("", f"is not UTF-8 text (byte {error.start})", line)]) from None
     if not decoded.strip():
         raise ProgramError(source, "is empty")
-    data, lines = _parse(decoded, source)
-    return _validated(data, source, base_dir, lines)
+    data, lines, problems = parse(decoded, source)
+    return _validated(data, source, base_dir, lines, problems)
 
 
-def _load_from_hub(source: str) -> SourcedProgram:
-    path, revision = hub.fetch(source)
-    loaded = _load_file(path)
-    hub.fetch_tensors(source, revision, loaded.program.to_dict())
-    return loaded
-
-
-def _load_file(path: Path) -> SourcedProgram:
-    source = str(path)
-    try:
-        if path.is_dir():
-            raise ProgramError(source, "is a directory, not a program file")
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise ProgramError(source, "no such file") from None
-    except (OSError, ValueError) as error:
-        raise ProgramError(source, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return load_text(content, source, path.absolute().parent)
-
-
-def _validated(data: Any, source: str, base_dir: Path, lines: Mapping[FieldPath, int]) -> SourcedProgram:
+def _validated(
+    data: Any,
+    source: str,
+    base_dir: Path,
+    lines: Mapping[FieldPath, int],
+    problems: list[Problem] | None = None,
+) -> Draft:
+    """``problems``: what is wrong with the text already."""
     if not isinstance(data, dict):
         raise ProgramError(source, f"a program is a mapping (schema: 1, name: ..), not a {_kind(data)}")
+    found = list(problems or ())
+    lost: Mapping[str, frozenset[str] | None] = {}
+    program: Program | None = None
     try:
         program = Program.model_validate(data)
     except ValidationError as error:
-        problems = problems_of(error, data, Program, lambda path: _closest_line(lines, path))
-        raise ProgramError(source, sorted(problems, key=lambda p: p.line or 0)) from None
+        found += problems_of(error, data, Program, lambda path: _closest_line(lines, path))
+        kept, lost = _well_formed(data, [clean_path(e["loc"], data) for e in error.errors()])
+        try:
+            program = Program.model_validate(kept)
+        except ValidationError:
+            program = None
     except RecursionError:
         raise ProgramError(source, "is nested too deeply") from None
-    return SourcedProgram(program, source, base_dir, lines)
+    found.sort(key=lambda p: p.line or 0)
+    sourced = None if program is None else SourcedProgram(program, source, base_dir, lines)
+    return Draft(source, sourced, tuple(found), lost)
+
+
+def _well_formed(
+    data: dict[str, Any], wrong: list[FieldPath]
+) -> tuple[dict[str, Any], dict[str, frozenset[str] | None]]:
+    """The data without the entries that hold an error, and what was left out by section."""
+    kept = {key: dict(value) if key in SECTIONS and isinstance(value, dict) else value
+            for key, value in data.items()}  # fmt: skip
+    lost: dict[str, set[str] | None] = {}
+    for path in wrong:
+        if len(path) > 1 and isinstance(kept.get(str(path[0])), dict) and path[0] in SECTIONS:
+            section = str(path[0])
+            kept[section].pop(path[1], None)
+            names = lost.setdefault(section, set())
+            if names is not None:
+                names.add(str(path[1]))
+        elif path:
+            kept.pop(str(path[0]), None)
+            if path[0] in SECTIONS:
+                lost[str(path[0])] = None
+            elif path[0] not in Program.model_fields:
+                # A section under a misspelt name: what is not there may be what was meant.
+                lost.update({section: None for section in SECTIONS if section not in data})
+    kept = {"schema": 1, "name": "unnamed", **kept}
+    return kept, {section: None if ids is None else frozenset(ids) for section, ids in lost.items()}
 
 
 def _kind(data: Any) -> str:
@@ -129,94 +201,3 @@ def _closest_line(lines: Mapping[FieldPath, int], path: FieldPath) -> int | None
         if path[:length] in lines:
             return lines[path[:length]]
     return None
-
-
-# -- parsing ------------------------------------------------------------------------------------
-
-
-class _Refused(yaml.MarkedYAMLError):
-    """Something that YAML allows and a program may not contain."""
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader without anchors and aliases, which can make a small file unfold to gigabytes."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        if getattr(event, "anchor", None) is not None:
-            raise _Refused(problem="anchors and aliases are not allowed", problem_mark=event.start_mark)
-        return super().compose_node(parent, index)
-
-
-# YAML 1.1 as PyYAML reads it takes 1e-3 and 1E5 for text; JSON and YAML 1.2 take them for numbers.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def _parse(text: str, source: str) -> tuple[Any, dict[FieldPath, int]]:
-    """The data of a text and the line of each field."""
-    is_json, data = _parse_json(text)
-    lines: dict[FieldPath, int] = {}
-    problems: list[Problem] = []
-    try:
-        # JSON may be indented with tabs, which YAML refuses; valid JSON has no bare tab inside a string.
-        loader = _Loader(text.replace("\t", " ") if is_json else text)
-        node = loader.get_single_node()
-        _walk(node, (), lines, problems)
-        if not is_json and not problems and node is not None:
-            data = loader.construct_document(node)
-    except RecursionError:
-        raise ProgramError(source, "is nested too deeply") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        # JSON is only composed for its line numbers: what YAML cannot read of it has no line.
-        if not is_json:
-            raise ProgramError(source, [_syntax_problem(error)]) from None
-    if problems:
-        raise ProgramError(source, problems)
-    return data, lines
-
-
-def _parse_json(text: str) -> tuple[bool, Any]:
-    if not text.lstrip().startswith("{"):
-        return False, None
-    try:
-        return True, json.loads(text)
-    except (ValueError, RecursionError):
-        return False, None
-
-
-def _syntax_problem(error: Exception) -> Problem:
-    if not isinstance(error, yaml.MarkedYAMLError):
-        return Problem("", f"is not valid YAML: {error}")
-    mark = error.problem_mark or error.context_mark
-    what = ", ".join(str(part) for part in (error.context, error.problem) if part)
-    prefix = "" if isinstance(error, _Refused) else "is not valid YAML: "
-    return Problem("", prefix + what, mark.line + 1 if mark else None)
-
-
-def _walk(
-    node: yaml.Node | None, path: FieldPath, lines: dict[FieldPath, int], problems: list[Problem]
-) -> None:
-    """Note the line of every field; find duplicate and merge keys."""
-    if node is None:
-        return
-    lines.setdefault(path, node.start_mark.line + 1)
-    if isinstance(node, yaml.SequenceNode):
-        for i, item in enumerate(node.value):
-            _walk(item, (*path, i), lines, problems)
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key, value in node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            problems.append(Problem(format_path(path), "a key must be text", line))
-            continue
-        here = (*path, key.value)
-        if here in lines:
-            problems.append(Problem(format_path(here), f"duplicate key, first on line {lines[here]}", line))
-            continue
-        if key.tag == "tag:yaml.org,2002:merge":
-            problems.append(Problem(format_path(here), "merge keys are not allowed", line))
-        lines[here] = line
-        _walk(value, here, lines, problems)

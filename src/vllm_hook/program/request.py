@@ -72,6 +72,11 @@ def parse_request(value: Any) -> RequestSpec | None:
         raise ProgramError(
             HOOK_ARG, f"{value!r}: give the name of a program, a list of names, a request dict, or 0 for none"
         )
+    if "schema" in value:
+        raise ProgramError(
+            HOOK_ARG,
+            "is a whole program; load it (HookLLM.load_program, or `programs` at start), and give its name",
+        )
     try:
         return RequestSpec.model_validate(value)
     except ValidationError as error:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from ._types import (
+    METHODS,
     Flag,
     GeneratedRange,
     Heads,
@@ -298,12 +299,9 @@ class AttendEdit(Section):
         return self
 
 
-_METHODS = ("add", "clamp", "ablate", "rotate", "sae", "affine", "attend")
-
-
 def _method_tag(value: Any) -> str | None:
     method = value.get("method") if isinstance(value, dict) else getattr(value, "method", None)
-    return f"<{method}>" if isinstance(method, str) and method in _METHODS else None
+    return f"<{method}>" if isinstance(method, str) and method in METHODS else None
 
 
 Edit = Annotated[
@@ -316,8 +314,8 @@ Edit = Annotated[
     | Annotated[AttendEdit, Tag("<attend>")],
     Discriminator(
         _method_tag,
-        custom_error_type="program",
-        custom_error_message=f"method: needs one of {', '.join(_METHODS)}",
+        custom_error_type="method",
+        custom_error_message=f"method: needs one of {', '.join(METHODS)}",
     ),
 ]
 

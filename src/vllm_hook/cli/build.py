@@ -12,10 +12,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from . import _options as options
 from ._console import DEMO_MODEL, friendly_errors, model_dtype, model_path, stderr, stdout
 
 if TYPE_CHECKING:
-    from .build.job import Job
+    from ..build.job import Job
 
 build_app = typer.Typer(
     name="build",
@@ -26,10 +27,14 @@ build_app = typer.Typer(
 Reads JSON lines, measures the model on vLLM (or, with --backend hf, on Hugging Face), and writes a
 program file with its provenance, tensors beside it. An interrupted build goes on where it was.
 Formats of the examples: docs/data.md.
+
+[bold]Examples[/bold]
+
+  vllm-hook build heads smollm2 -o guard.yaml
+  vllm-hook build vector smollm2 -b list -o list.yaml
 """,
 )
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face id, folder, or smollm2.")]
 Data = Annotated[
     Path | None, typer.Argument(metavar="[DATA]", help="Examples, JSON lines; default: those that ship.")
 ]
@@ -37,16 +42,19 @@ Held = Annotated[
     Path | None, typer.Option("--held-out", help="Examples to measure on; default: a part of DATA.")
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Program file to write, .yaml.")]
-Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite the output.")]
-Backend = Annotated[str, typer.Option("--backend", help="vllm, or hf for a machine without vLLM.")]
-Dtype = Annotated[str | None, typer.Option(help="Default: auto; for smollm2 float32.")]
+Backend = Annotated[
+    str,
+    typer.Option(
+        "--backend", callback=options.one_of("vllm", "hf"), help="vllm, or hf for a machine without vLLM."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Decides how examples are split and shuffled.")]
 Share = Annotated[float, typer.Option("--share", min=0.05, max=0.9, help="Part of DATA to measure on.")]
 
 
 @build_app.command()
 def heads(
-    model: Model,
+    model: options.Model,
     data: Data = None,
     held_out: Held = None,
     out: Out = Path("out/guard.yaml"),
@@ -55,8 +63,8 @@ def heads(
     share: Share = 0.3,
     seed: Seed = 0,
     backend: Backend = "vllm",
-    dtype: Dtype = None,
-    force: Force = False,
+    dtype: options.Dtype = None,
+    force: options.Force = False,
 ) -> None:
     """Heads that show prompt injection, and a threshold (Attention Tracker).
 
@@ -67,7 +75,7 @@ def heads(
     """
     with _building():
         job = _job(model, out, force, backend, dtype)
-        from .build.heads import build_heads, packaged
+        from ..build.heads import build_heads, packaged
 
         if data is None:
             data, held_out = packaged("head_finding.jsonl"), held_out or packaged("held_out.jsonl")
@@ -86,11 +94,16 @@ def heads(
 
 @build_app.command("rerank-heads")
 def rerank_heads(
-    model: Model,
+    model: options.Model,
     data: Data = None,
     held_out: Held = None,
     out: Out = Path("out/rerank.yaml"),
-    method: Annotated[str, typer.Option(help="core: S(h); ndcg: each head's own nDCG@10.")] = "core",
+    method: Annotated[
+        str,
+        typer.Option(
+            callback=options.one_of("core", "ndcg"), help="core: S(h); ndcg: each head's own nDCG@10."
+        ),
+    ] = "core",
     top: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
     temperature: Annotated[
         float | None, typer.Option(help="Of S(h); default: by model family, .1 or .001.")
@@ -98,8 +111,8 @@ def rerank_heads(
     share: Share = 0.3,
     seed: Seed = 0,
     backend: Backend = "vllm",
-    dtype: Dtype = None,
-    force: Force = False,
+    dtype: options.Dtype = None,
+    force: options.Force = False,
 ) -> None:
     """Heads that tell relevant documents from others (CoRe, QRHead).
 
@@ -110,8 +123,8 @@ def rerank_heads(
     """
     with _building():
         job = _job(model, out, force, backend, dtype)
-        from .build.heads import packaged
-        from .build.rerank_heads import build_rerank_heads
+        from ..build.heads import packaged
+        from ..build.rerank_heads import build_rerank_heads
 
         data = data or packaged("rerank.jsonl")
         result = build_rerank_heads(job, data, held_out, method, top, temperature, share, seed)
@@ -128,19 +141,34 @@ def rerank_heads(
 
 @build_app.command()
 def vector(
-    model: Model,
+    model: options.Model,
     data: Annotated[
         Path | None, typer.Argument(metavar="[DATA]", help="Contrast pairs; default: --behaviour's.")
     ] = None,
     held_out: Held = None,
     out: Out = Path("out/vector.yaml"),
     behaviour: Annotated[
-        str, typer.Option("--behaviour", "-b", help="Pairs that ship: list, capitals or french.")
+        str,
+        typer.Option(
+            "--behaviour",
+            "-b",
+            callback=options.one_of("list", "capitals", "french"),
+            help="Pairs that ship: list, capitals or french.",
+        ),
     ] = "list",
-    direction: Annotated[str, typer.Option(help="mean, pca or mass-mean.")] = "mean",
-    method: Annotated[str, typer.Option(help="add or clamp.")] = "add",
+    direction: Annotated[
+        str,
+        typer.Option(callback=options.one_of("mean", "pca", "mass-mean"), help="mean, pca or mass-mean."),
+    ] = "mean",
+    method: Annotated[
+        str, typer.Option(callback=options.one_of("add", "clamp"), help="add or clamp.")
+    ] = "add",
     rows: Annotated[
-        str, typer.Option(help="States of the last token, or their mean over the prompt.")
+        str,
+        typer.Option(
+            callback=options.one_of("last", "mean"),
+            help="last: states of the last token; mean: over the prompt.",
+        ),
     ] = "last",
     layers: Annotated[str | None, typer.Option(help="Layers to try, as 10,12,14.")] = None,
     strengths: Annotated[str | None, typer.Option(help="Strengths to try, as 0.5,1.")] = None,
@@ -155,8 +183,8 @@ def vector(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 40,
     seed: Seed = 0,
     backend: Backend = "vllm",
-    dtype: Dtype = None,
-    force: Force = False,
+    dtype: options.Dtype = None,
+    force: options.Force = False,
 ) -> None:
     """A steering vector from contrast pairs, its layer and strength by a sweep.
 
@@ -166,30 +194,22 @@ def vector(
       vllm-hook build vector Qwen/Qwen3-8B pairs.jsonl --method clamp --layers 12,16,20 -o calm.yaml
     """
     with _building(), ExitStack() as stack:
-        numbers = _numbers("--strengths", strengths, float)
-        wanted = _numbers("--layers", layers, int)
-        for name, value, known in (
-            ("--direction", direction, ("mean", "pca", "mass-mean")),
-            ("--method", method, ("add", "clamp")),
-            ("--rows", rows, ("last", "mean")),
-            ("--behaviour", behaviour, ("list", "capitals", "french")),
-        ):
-            if value not in known:
-                raise typer.BadParameter(f"one of {', '.join(known)}", param_hint=name)
+        numbers = options.numbers("--strengths", strengths, float)
+        wanted = options.numbers("--layers", layers, int)
         job = _job(model, out, force, backend, dtype)
-        from .build.vector import VectorOptions, build_vector
+        from ..build.vector import VectorOptions, build_vector
 
         if data is None:
-            from .demo.steer_data import default_files
+            from ..demo.steer_data import default_files
 
             folder = stack.enter_context(TemporaryDirectory())
             data, chosen_by, pattern = default_files(behaviour, Path(folder))
             held_out, shows = held_out or chosen_by, shows or pattern
         given: Any = {"direction": direction, "method": method, "rows": rows}
-        options = VectorOptions(
+        settings = VectorOptions(
             **given, layers=wanted, strengths=numbers, shows=shows, held=held, tokens=tokens, seed=seed
         )
-        built = build_vector(job, data, options, held_out)
+        built = build_vector(job, data, settings, held_out)
         value = "strength" if method == "add" else "target"
         table = _table("Settings tried", "layer", value, "score", "perplexity / plain", "repetition")
         for t in built.tried:
@@ -207,7 +227,7 @@ def vector(
 
 @build_app.command()
 def probe(
-    model: Model,
+    model: options.Model,
     data: Data = None,
     held_out: Held = None,
     out: Out = Path("out/probe.yaml"),
@@ -215,8 +235,8 @@ def probe(
     share: Share = 0.3,
     seed: Seed = 0,
     backend: Backend = "vllm",
-    dtype: Dtype = None,
-    force: Force = False,
+    dtype: options.Dtype = None,
+    force: options.Force = False,
 ) -> None:
     """A linear probe: logistic regression, its layer by cross-validation.
 
@@ -226,10 +246,10 @@ def probe(
       vllm-hook build probe Qwen/Qwen3-8B labelled.jsonl --layers 12,16,20 -o truth.yaml
     """
     with _building():
-        wanted = _numbers("--layers", layers, int)
+        wanted = options.numbers("--layers", layers, int)
         job = _job(model, out, force, backend, dtype)
-        from .build.heads import packaged
-        from .build.probe import build_probe
+        from ..build.heads import packaged
+        from ..build.probe import build_probe
 
         built = build_probe(job, data or packaged("injection.jsonl"), held_out, wanted, share, seed)
         console = stdout()
@@ -252,23 +272,14 @@ def _building() -> Iterator[None]:
 
 
 def _job(model: str, out: Path, force: bool, backend: str, dtype: str | None) -> Job:
-    from .build.artifact import Output
-    from .build.job import Job
-    from .build.model import open_model
+    from ..build.artifact import Output
+    from ..build.job import Job
+    from ..build.model import open_model
 
     output = Output(out, force)
     path = model_path(model)
     opened = open_model(path, "SmolLM2-135M-Instruct" if model == DEMO_MODEL else None)
     return Job(opened, output, backend, model_dtype(model, dtype), stdout())
-
-
-def _numbers(name: str, text: str | None, kind: Any) -> tuple[Any, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter("numbers separated by commas", param_hint=name) from None
 
 
 def _table(title: str, *columns: str) -> Table:
