@@ -104,7 +104,7 @@ class World:
             state = self.edits.state[site(place[0]).kind]
             rest = residual if place[0] == "resid_post" else None
             self.run(self.bank.sites[place], hidden[place], rest, state, latched)
-        rows = split(collect(taps, self.bank, FACTS, None)) if taps is not None else {}
+        rows = split(collect(taps, self.bank, FACTS, None))[0] if taps is not None else {}
         self.bank.area.rest()
         return hidden, rows
 

@@ -19,11 +19,12 @@ _DTYPES = {
 #: Every record begins at a multiple of this, as views of wider types need.
 _ALIGN = 16
 
-Row = tuple[int, np.ndarray, Tensor]
+#: What the rows are, as plain data, their positions and values.
+Row = tuple[Any, np.ndarray, Tensor]
 
 
 def pack(records: Sequence[Row | str]) -> tuple[list[Any], Tensor | None]:
-    """(index, positions, values) or messages -> plain data in the same order, and the bytes of all values.
+    """(key, positions, values) or messages -> plain data in the same order, and the bytes of all values.
 
     The bytes of a single record are those of ``values`` itself, not a copy, where they lie together.
     """
@@ -34,11 +35,11 @@ def pack(records: Sequence[Row | str]) -> tuple[list[Any], Tensor | None]:
         if isinstance(record, str):
             meta.append(record)
             continue
-        index, positions, values = record
+        key, positions, values = record
         flat = values.contiguous().reshape(-1).view(torch.uint8)
         dtype = str(values.dtype).removeprefix("torch.")
         where = positions.astype(np.int32, copy=False).tobytes()
-        meta.append([index, where, dtype, list(values.shape), at, at + flat.numel()])
+        meta.append([key, where, dtype, list(values.shape), at, at + flat.numel()])
         parts.append(flat)
         at = -(-(at + flat.numel()) // _ALIGN) * _ALIGN
     if len(parts) < 2:
@@ -57,8 +58,8 @@ def unpack(meta: Sequence[Any], payload: Tensor | None) -> list[Row | str]:
         if isinstance(entry, str):
             found.append(entry)
             continue
-        index, where, dtype, shape, start, stop = entry
+        key, where, dtype, shape, start, stop = entry
         assert payload is not None
         values = payload[start:stop].view(_DTYPES[dtype]).view(shape)
-        found.append((index, np.frombuffer(where, dtype=np.int32), values))
+        found.append((key, np.frombuffer(where, dtype=np.int32), values))
     return found

@@ -253,17 +253,16 @@ def test_capacity(tiny_llama, tiny_reference, good, use, monkeypatch):
 # -- faults of our own ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["collect", "make_plan"])
+@pytest.mark.parametrize("where", ["vllm_hook.engine.runner.collect", "vllm_hook.runtime.plan.make_plan"])
 def test_a_fault_in_the_worker_harms_nobody(tiny_llama, tiny_reference, good, monkeypatch, caplog, where):
     """The request is told; its neighbours and its own tokens are as always."""
-    from vllm_hook.engine import runner
 
     plain = tiny_llama.generate([PROMPT] * 3, greedy(), hook=False, use_tqdm=False)
 
     def broken(*args):
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(runner, where, broken)
+    monkeypatch.setattr(where, broken)
     with caplog.at_level(logging.CRITICAL):
         outs = tiny_llama.generate([PROMPT] * 3, greedy(), hook=[False, good, False], use_tqdm=False)
     monkeypatch.undo()

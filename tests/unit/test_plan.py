@@ -17,9 +17,9 @@ from vllm_hook.program.resolve import ResolvedObservation, union
 from vllm_hook.runtime.buffers import SiteBank, site_bytes, tap_sites
 from vllm_hook.runtime.collect import collect, split
 from vllm_hook.runtime.edit_bank import EditBank
-from vllm_hook.runtime.plan import BatchView, make_plan, positions_within
+from vllm_hook.runtime.plan import BatchView, Planner, make_plan, positions_within
 from vllm_hook.runtime.requests import PAYLOAD_KEY, Lane, Tracker, payload, read_payload, worker_rows
-from vllm_hook.runtime.rows import Record, Rows, in_line
+from vllm_hook.runtime.rows import Blocks, Record, Rows, in_line
 from vllm_hook.sites import Armed, ModelFacts
 
 FACTS = ModelFacts("fake", layers=3, heads=2, kv_heads=1, head_dim=2, hidden=4)
@@ -50,30 +50,53 @@ class FakeEngine:
     def __init__(self):
         self.bank = SiteBank(ARMED, FACTS, 8, CAPACITY, torch.float32, torch.device("cpu"))
         self.tracker = Tracker(None)
+        self.plans = Planner()
+        self.ids = []
+        self.blocks = Blocks()
+        self.joined = {}
         self.rows = {}
+        self.moved = 0  # steps that were not planned anew
 
-    def add(self, req, watches):
+    def add(self, req, watches, prompt=4):
         observations = [
             ResolvedObservation(f"o{i}", rows, frozenset(), ()) for i, (_, rows) in enumerate(watches)
         ]
         self.tracker.add(
-            str(req), {PAYLOAD_KEY: payload(observations, [lane for lane, _ in watches], 10**6)}, 0
+            str(req), {PAYLOAD_KEY: payload(observations, [lane for lane, _ in watches], prompt)}, 0
         )
+
+    def resume(self, req, known):
+        self.plans.sync(self.tracker.states)
+        self.tracker.resume(str(req), known)
+
+    def receive(self, records, chunks):
+        """As the front end does."""
+        for block in self.blocks.add(chunks) if chunks else ():
+            for member, (req, _) in enumerate(block.members):
+                self.joined.setdefault(int(req), []).append((block, member))
+        for req, own in records.items():
+            self.flush(int(req))
+            self.rows.setdefault(int(req), []).extend(own)
+
+    def flush(self, req):
+        for block, member in self.joined.pop(req, []):
+            self.rows.setdefault(req, []).append(block.record(member))
 
     def step(self, batch):
         """``batch``: (request, first position, number of rows)."""
         sizes = [n for _, _, n in batch]
         starts = [0, *np.cumsum(sizes).tolist()]
-        view = BatchView([str(r) for r, _, _ in batch], starts, [a for _, a, _ in batch])
-        plan = make_plan(view, self.tracker.states)
+        self.ids[:] = [str(r) for r, _, _ in batch]  # one list for all steps, as an engine may have it
+        view = BatchView(self.ids, starts, [a for _, a, _ in batch])
+        plan = self.plans.plan(self.tracker.version, view, self.tracker.states)
+        self.moved += self.plans._ran > 0
         if plan is None:
             return None
         self.bank.load(plan)
         at = [(r, a + i) for r, a, n in batch for i in range(n)]
         for (site, layer), tap in self.bank.sites.items():
             tap(torch.stack([content(site, layer, r, p) for r, p in at]))
-        for req, records in split(collect(plan, self.bank, FACTS, pages=None)).items():
-            self.rows.setdefault(int(req), []).extend(records)
+        self.receive(*split(collect(plan, self.bank, FACTS, pages=None)))
         self.bank.clear()
         return plan
 
@@ -99,6 +122,7 @@ def gathered(records):
 def check(engine, watches_of, lengths):
     """Every request has exactly its rows, each once, whatever the schedule was."""
     for req, watches in watches_of.items():
+        engine.flush(req)
         for index, (lane, rows) in enumerate(watches):
             records = [r for r in engine.rows.get(req, []) if r.index == index]
             wanted = positions_within(rows, 0, lengths[req])
@@ -150,12 +174,64 @@ def test_any_schedule_gives_exactly_the_rows(workload):
             high[r] = max(high[r], done[r])
         if batch:
             engine.step(batch)
+        for _ in range(random.choice([0, 0, 3, 6])):  # steps that decode
+            batch = [(r, done[r], 1) for r in running if done[r] < lengths[r]]
+            for r, a, n in batch:
+                done[r] = a + n
+                high[r] = max(high[r], done[r])
+            if batch:
+                engine.step(batch)
         if random.random() < 0.2:
             victim = random.choice(list(done))
             if done[victim] < lengths[victim]:
                 done[victim] = random.randint(0, high[victim])  # what the prefix cache still has
-                engine.tracker.resume(str(victim), high[victim] + 1)  # and one sampled, not fed yet
+                engine.resume(victim, high[victim] + 1)  # and one sampled, not fed yet
     check(engine, watches_of, lengths)
+
+
+def decoding(requests, rows=((0, None),), lane=LANES[0]):
+    """An engine in which requests with prompts of 3 tokens are about to decode."""
+    engine = FakeEngine()
+    for r in range(requests):
+        engine.add(r, [(lane, rows)], prompt=3)
+    engine.step([(r, 0, 3) for r in range(requests)])
+    return engine, {r: [(lane, rows)] for r in range(requests)}
+
+
+@pytest.mark.parametrize("lane", LANES[:4])
+@pytest.mark.parametrize(("rows", "moved"), [(((0, None),), 5), (((0, 6),), 4), (((1, 5), (7, None)), 3)])
+def test_decode_steps_are_not_planned_anew(lane, rows, moved):
+    """Positions 3 to 8; a step is planned when what is watched begins or ends."""
+    engine, watches = decoding(3, rows, lane)
+    for at in range(3, 9):
+        engine.step([(r, at, 1) for r in range(3)])
+    assert engine.moved == moved
+    check(engine, watches, dict.fromkeys(range(3), 9))
+
+
+def test_rows_of_many_requests_travel_together():
+    """A request that leaves closes the block; one whose rows come otherwise has them in order."""
+    engine, watches = decoding(3, lane=Lane("resid_pre", (1,), reduce=("norm",)))
+    blocks = set()
+    for at in range(3, 6):
+        engine.step([(r, at, 1) for r in range(3)])
+        blocks |= {id(block) for joined in engine.joined.values() for block, _ in joined}
+    assert len(blocks) == 1
+    engine.step([(r, 6, 1) for r in (2, 0)])
+    engine.flush(0)  # it ended
+    engine.step([(r, 7, 1) for r in (2, 0)])
+    engine.step([(2, 8, 1), (0, 8, 1), (1, 6, 1)])
+    check(engine, watches, {0: 9, 1: 7, 2: 9})
+
+
+def test_what_was_run_in_moved_steps_is_known_after_a_preemption():
+    engine, watches = decoding(2)
+    for at in range(3, 8):
+        engine.step([(r, at, 1) for r in range(2)])
+    engine.resume(0, 9)
+    engine.step([(0, 2, 6), (1, 8, 1)])
+    assert engine.tracker.states["0"].skip_below == 8
+    check(engine, watches, {0: 8, 1: 9})
 
 
 def test_the_check_sees_a_row_in_the_wrong_place():
@@ -209,7 +285,7 @@ def test_a_token_sampled_anew_is_taken_anew(known, again):
     engine = FakeEngine()
     engine.add(0, [(LANES[1], ((0, None),))])
     engine.step([(0, 0, 6)])
-    engine.tracker.resume("0", known)
+    engine.resume(0, known)
     engine.step([(0, 3, 5)])
     taken = [int(p) for r in engine.rows[0] for p in r.positions]
     assert taken == [0, 1, 2, 3, 4, 5, *again, 6, 7]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -39,7 +40,7 @@ from ..runtime.edit_limits import HEAVY, ROW_GATES
 from ..runtime.edits import resolve_edits
 from ..runtime.loading import LoadedProgram, load_program
 from ..runtime.requests import PAYLOAD_KEY, Lane, payload
-from ..runtime.rows import Record
+from ..runtime.rows import Blocks, Chunk, Record
 from ..suggest import did_you_mean
 from .chat import carry_chat, read_prompt
 from .output import Collector, Context, Use, most_rows
@@ -88,6 +89,7 @@ class Frontend:
         self._vectors: Counter[tuple[str, str]] = Counter()
         self._row_gates = self._entries = 0
         self._resolved: dict[Any, Context] = {}
+        self._blocks = Blocks()
         self._running: dict[str, Payload] = {}
         # Requests are admitted on a thread pool, and released wherever their last reference goes.
         self._lock = threading.RLock()
@@ -359,6 +361,14 @@ class Frontend:
             if request_id in self._running and request_id not in self._outputs.request_states:
                 self._running.pop(request_id).ended()
 
+    def _share(self, chunks: Sequence[Chunk]) -> None:
+        """Rows of many requests: each is told once in which block its own will be."""
+        for block in self._blocks.add(chunks) if chunks else ():
+            for member, (req_id, _) in enumerate(block.members):
+                state = self._outputs.request_states.get(req_id)
+                if state is not None:  # else it ended, or is another front end's
+                    state._vllm_hook.join(block, member)
+
     def process_outputs(self, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for output in engine_core_outputs:
             extra = output.kv_transfer_params
@@ -368,19 +378,27 @@ class Frontend:
             output.pooling_output = None
             rest = {key: value for key, value in extra.items() if key != PAYLOAD_KEY}
             output.kv_transfer_params = rest or None
+            self._share([r for r in rows if isinstance(r, Chunk)])
+            own = [r for r in rows if not isinstance(r, Chunk)]
             state = self._outputs.request_states.get(output.request_id)
-            if state is not None:
-                state._vllm_hook.add(rows)
+            if own and state is not None:
+                state._vllm_hook.add(own)
         out = self._process_outputs(engine_core_outputs, *args, **kwargs)
         self._ended([output.request_id for output in engine_core_outputs])
         return out
 
 
-def _received(rows: list[Any], payload: Tensor | None) -> list[Record | str]:
+def _received(rows: list[Any], payload: Tensor | None) -> list[Record | Chunk | str]:
     """Rows of an output, from an engine in this process (no payload) or in another."""
     if payload is None:
         return rows
-    return [r if isinstance(r, str) else Record(*r, alone=True) for r in wire.unpack(rows, payload)]
+    return [r if isinstance(r, str) else _rows(*r) for r in wire.unpack(rows, payload)]
+
+
+def _rows(key: Any, positions: np.ndarray, values: Tensor) -> Record | Chunk:
+    if isinstance(key, int):
+        return Record(key, positions, values, alone=True)
+    return Chunk(tuple((req_id, index) for req_id, index in key), positions, values)
 
 
 def lane_of(observation: Observation, digest: str) -> Lane:

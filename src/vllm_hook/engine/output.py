@@ -20,7 +20,7 @@ from ..results import HookResult, Observed, Score
 from ..runtime.edits import EditRequest
 from ..runtime.plan import positions_within
 from ..runtime.requests import Lane
-from ..runtime.rows import Record, Rows
+from ..runtime.rows import Block, Record, Rows
 from ..sites import site
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class Collector:
     context: Context
     end: int
     rows: dict[int, Rows] = field(default_factory=dict)
+    blocks: list[tuple[Block, int]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     def add(self, records: Sequence[Record | str]) -> None:
@@ -68,15 +69,30 @@ class Collector:
             if isinstance(record, str):
                 self.failures.append(record)
                 continue
-            index = record.index
-            if index not in self.rows:
-                _, _, resolved = self.context.observations()[index]
-                most = most_rows(resolved, len(self.context.prompt_ids), self.end)
-                self.rows[index] = Rows(most, same_width=self.context.lanes[index].site != "attention")
-            self.rows[index].add(record)
+            self._from_blocks()
+            self._put(record)
+
+    def join(self, block: Block, member: int) -> None:
+        """Rows of this request will be in a block that it shares."""
+        self.blocks.append((block, member))
+
+    def _from_blocks(self) -> None:
+        """Take over what came so far: of a position that was run twice the last row counts."""
+        for block, member in self.blocks:
+            self._put(block.record(member))
+        self.blocks.clear()
+
+    def _put(self, record: Record) -> None:
+        index = record.index
+        if index not in self.rows:
+            _, _, resolved = self.context.observations()[index]
+            most = most_rows(resolved, len(self.context.prompt_ids), self.end)
+            self.rows[index] = Rows(most, same_width=self.context.lanes[index].site != "attention")
+        self.rows[index].add(record)
 
     def finish(self, token_ids: Sequence[int], aborted: bool) -> HookResult:
         """The result for the tokens that were kept. Never raises: what is wrong is in ``errors``."""
+        self._from_blocks()
         context = self.context
         tokens = [*context.prompt_ids, *token_ids]
         observed: dict[str, Observed] = {}

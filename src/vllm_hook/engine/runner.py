@@ -20,12 +20,13 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from ..errors import UnsupportedError
 from ..ops.attention import PagedKeys
 from ..runtime.buffers import SiteBank
-from ..runtime.collect import KeyReader, Record, Taken, collect, split
+from ..runtime.collect import KeyReader, Taken, collect, split
 from ..runtime.edit_bank import EditBank
 from ..runtime.edit_plan import EditPlanner
 from ..runtime.edits import ORDER
-from ..runtime.plan import BatchView, StepPlan, make_plan
+from ..runtime.plan import BatchView, Planner, StepPlan
 from ..runtime.requests import Tracker
+from ..runtime.rows import Chunk, Record
 from ..runtime.shard import Shard
 from ..runtime.transfer import Transfer
 from . import graphs, kv_cache
@@ -39,8 +40,9 @@ logger = logging.getLogger(__name__)
 OUTPUT_KEY = "vllm_hook"
 
 Blob = bytes
-#: What a step yields: rows by request id, and requests whose rows were lost with the reason.
-StepRows = tuple[dict[str, list[Record]], dict[str, str]]
+#: What a step yields: rows by request id, small rows of many requests together, and requests whose rows
+#: were lost with the reason.
+StepRows = tuple[dict[str, list[Record]], list[Chunk], dict[str, str]]
 
 
 class Adapter(Protocol):
@@ -91,7 +93,8 @@ class RunnerHook:
         parts = [(name, layer, part) for (name, layer), part in self.bank.sites.items()]
         decoder.attach(model, sorted(parts, key=lambda p: (p[1], ORDER[p[0]])))
         self.tracker = Tracker(self.edits)
-        self.planner = EditPlanner()
+        self.plans = Planner()
+        self.edit_plans = EditPlanner()
         self.transfer = Transfer(device)
         self._readers: dict[int, KeyReader] = {}
         self._groups: dict[int, int] = {}
@@ -115,6 +118,8 @@ class RunnerHook:
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is None:
                 continue
+            if new.req_id in self.tracker.states:
+                self.plans.sync(self.tracker.states)
             try:
                 self.tracker.add(new.req_id, new.sampling_params.extra_args, known_tokens(new))
             except Exception as error:
@@ -122,6 +127,11 @@ class RunnerHook:
                 self._lost[new.req_id] = (
                     f"the worker could not take the request: {type(error).__name__}: {error}"
                 )
+
+    def resume(self, req_id: str, known_tokens: int) -> None:
+        """A preempted request enters again, in a runner that kept it."""
+        self.plans.sync(self.tracker.states)
+        self.tracker.resume(req_id, known_tokens)
 
     def needs(self, starts: Mapping[str, int]) -> int:
         """How the coming step may run; ``starts``: first position of each of its requests."""
@@ -136,7 +146,7 @@ class RunnerHook:
                 need = graphs.PYTHON_AT_ATTENTION
         return need
 
-    def prepare(self, view: BatchView, eager: bool = True) -> bool:
+    def prepare(self, batch: Callable[[], BatchView], eager: bool = True) -> bool:
         """After the engine has laid out the batch, before the forward pass. ``eager``: it runs without
         CUDA graphs. Whether any row of it is ours."""
         self._taken, self._plan = [], None
@@ -144,15 +154,14 @@ class RunnerHook:
         if not self.tracker.states:
             self.bank.clear()
             return False
-        self._view = view
+        self._view = view = batch()
         with self._shield(view):
-            edited = {r: s.edits for r, s in self.tracker.states.items() if s.edits is not None}
-            if edited:
+            if edited := self.tracker.edits():
                 seen = {r: s.decided_below for r, s in self.tracker.states.items()}
-                edit_plan = self.planner.plan(self.tracker.version, view, edited, seen)
+                edit_plan = self.edit_plans.plan(self.tracker.version, view, edited, seen)
                 if edit_plan is not None:
                     self.edits.load(edit_plan, self.adapter.input_ids())
-            plan = make_plan(view, self.tracker.states)
+            plan = self.plans.plan(self.tracker.version, view, self.tracker.states)
             if plan is None and edit_plan is None:
                 self.bank.clear()
                 return False
@@ -203,11 +212,11 @@ class RunnerHook:
             try:
                 if copied is not None:
                     copied.synchronize()
-                return split(taken), lost
+                return (*split(taken), lost)
             except Exception as error:
                 logger.exception("vLLM Hook lost the rows of a step")
                 message = f"failed in the worker: {type(error).__name__}: {error}"
-                return {}, {**lost, **{p.req_id: message for t in taken for p in t.lane_plan.pieces}}
+                return {}, [], {**lost, **{p.req_id: message for t in taken for p in t.lane_plan.pieces}}
 
         if isinstance(output, AsyncModelRunnerOutput):
             return _LaterOutput(output, rows)

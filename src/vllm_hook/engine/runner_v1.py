@@ -20,11 +20,11 @@ class V1Adapter(RunnerAdapter):
         out = self._prepare_inputs(scheduler_output, *args, **kwargs)
         runner = self.runner
         for req_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
-            self.hook.tracker.resume(req_id, runner.requests[req_id].num_tokens)
+            self.hook.resume(req_id, runner.requests[req_id].num_tokens)
         batch = runner.input_batch
         n = batch.num_reqs
         self.hook.prepare(
-            BatchView(
+            lambda: BatchView(
                 req_ids=batch.req_ids,
                 starts=runner.query_start_loc.np[: n + 1].tolist(),
                 first=batch.num_computed_tokens_cpu[:n].tolist(),

@@ -12,7 +12,7 @@ from vllm.config import CUDAGraphMode
 
 from ..runtime.plan import BatchView
 from .adapter import RunnerAdapter
-from .graphs import GraphSets
+from .graphs import ANY_GRAPH, GraphSets
 from .runner import RunnerHook
 
 
@@ -43,7 +43,7 @@ class V2Adapter(RunnerAdapter):
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
             if self.graphs is not None:
-                self.graphs.active, self.graphs.need = self.hook.proving, 0
+                self.graphs.active, self.graphs.need = self.hook.proving, ANY_GRAPH
             if not self.hook.proving:
                 self.hook.bank.clear()
             return self._execute_model(scheduler_output, *args, **kwargs)
@@ -52,7 +52,9 @@ class V2Adapter(RunnerAdapter):
     def before_step(self, scheduler_output: Any) -> None:
         if self.graphs is None:
             return
-        self.graphs.active = False
+        self.graphs.active, self.graphs.need = False, ANY_GRAPH
+        if not self.hook.tracker.edits():
+            return
         cached = scheduler_output.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         starts.update({new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs})
@@ -63,7 +65,7 @@ class V2Adapter(RunnerAdapter):
     ) -> Any:
         batch = self._prepare_inputs(scheduler_output, state, batch_desc, *args, **kwargs)
         active = self.hook.prepare(
-            BatchView(
+            lambda: BatchView(
                 req_ids=batch.req_ids,
                 starts=batch.query_start_loc_np[: batch.num_reqs + 1].tolist(),
                 first=batch.num_computed_tokens_np[: batch.num_reqs].tolist(),

@@ -13,7 +13,7 @@ from vllm.v1.core import kv_cache_utils
 
 from .. import wire
 from ..runtime.requests import PAYLOAD_KEY
-from ..runtime.rows import Record, in_line
+from ..runtime.rows import Chunk, Record, in_line
 from .runner import OUTPUT_KEY
 from .settings import raw_config
 
@@ -31,6 +31,7 @@ class SchedulerHook:
         _key_blocks_by_edits()
         self._local = bool((raw_config(scheduler.vllm_config) or {}).get("local"))
         self._pending: dict[str, list[Any]] = {}
+        self._chunks: list[Chunk] = []
         self._limit: int | None = None
         self._update = scheduler.update_from_output
         self._preempt = scheduler._preempt_request
@@ -80,14 +81,15 @@ class SchedulerHook:
     # -- results ----------------------------------------------------------------------------
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        records, errors = getattr(model_runner_output, OUTPUT_KEY, ({}, {}))
+        records, chunks, errors = getattr(model_runner_output, OUTPUT_KEY, ({}, [], {}))
+        self._chunks.extend(chunks)
         for req_id, rows in records.items():
             self._pending.setdefault(req_id, []).extend(rows)
         for req_id, message in errors.items():
             self._pending.setdefault(req_id, []).append(message)
             self._distrust(req_id, message)
         outputs = self._update(scheduler_output, model_runner_output)
-        if self._pending:
+        if self._pending or self._chunks:
             self._deliver(outputs)
         return outputs
 
@@ -105,24 +107,33 @@ class SchedulerHook:
                 )
 
     def _deliver(self, outputs: dict[int, Any]) -> None:
-        """Rows leave with the next output of their request: what describes them among its transfer
-        parameters, their bytes where a pooling model's result would be, which vLLM does not copy."""
+        """Rows leave with the next output of their request, chunks with any: what describes them among
+        its transfer parameters, their bytes where a pooling model's result would be, which vLLM does
+        not copy."""
+        chunks, sent = self._chunks, False
         for per_client in outputs.values():
-            for output in per_client.outputs:
-                rows: Any = self._pending.pop(output.request_id, None)
-                if rows is None:
+            for i, output in enumerate(per_client.outputs):
+                rows: Any = self._pending.pop(output.request_id, [])
+                if i == 0:  # each client knows its own requests
+                    rows, sent = [*rows, *chunks], True
+                if not rows:
                     continue
                 if not self._local:
-                    rows, output.pooling_output = wire.pack([*map(_row, in_line(rows))])
+                    rows, output.pooling_output = wire.pack([*map(_plain, in_line(rows))])
                 output.kv_transfer_params = {**(output.kv_transfer_params or {}), PAYLOAD_KEY: rows}
+        if sent:
+            self._chunks = []
         for req_id in [r for r in self._pending if r not in self.scheduler.requests]:
             del self._pending[req_id]
         for waiting in self._pending.values():  # may take long: do not keep what others had in the step
             waiting[:] = [r if isinstance(r, str) else r.owned() for r in waiting]
 
 
-def _row(record: Record | str) -> wire.Row | str:
-    return record if isinstance(record, str) else (record.index, record.positions, record.values)
+def _plain(rows: Record | Chunk | str) -> wire.Row | str:
+    if isinstance(rows, str):
+        return rows
+    key = rows.index if isinstance(rows, Record) else rows.members
+    return key, rows.positions, rows.values
 
 
 def cache_limit(request: Any) -> int | None:

@@ -66,6 +66,7 @@ class StepArea:
         self._sent: list[torch.cuda.Event | None] = [None] * pieces
         self._turn = 0
         self._dirty = False
+        self._mode = 0  # what live holds
         self._kind = 1
         self._last: tuple[StepPlan | None, EditPlan | None] | None = None
 
@@ -75,7 +76,7 @@ class StepArea:
     def load(self, taps: StepPlan | None, edits: EditPlan | None) -> None:
         """Make the sites follow these plans in the next forward pass."""
         if self._same(taps, edits):
-            self.live.fill_(self._kind)
+            self._say(self._kind)
             return
         self._turn = (self._turn + 1) % len(self._host)
         if (event := self._sent[self._turn]) is not None:
@@ -90,7 +91,7 @@ class StepArea:
             event = self._sent[self._turn] = self._sent[self._turn] or torch.cuda.Event()
             event.record()
         self._kind = 2 if packer.latched else 1
-        self.live.fill_(self._kind)
+        self._say(self._kind)
         self._dirty = True
         self._last = taps, edits
 
@@ -109,20 +110,25 @@ class StepArea:
             and all(map(np.array_equal, taps.tables, old_taps.tables))
         )
 
+    def _say(self, mode: int) -> None:
+        if mode != self._mode:
+            self.live.fill_(mode)
+            self._mode = mode
+
     def set_live(self, live: bool) -> None:
         """Whether ops launch at all; their tables may be empty."""
-        self.live.fill_(int(live))
+        self._say(int(live))
 
     def rest(self) -> None:
         """The forward pass is queued: nothing is active any more. Its tables stay until it has run."""
-        self.live.fill_(0)
+        self._say(0)
         if not self._on_device:
             self.clear()
 
     def clear(self) -> None:
         """Make every site idle, also where a captured graph reads the tables: dummy and capture runs,
         and steps without rows of ours."""
-        self.live.fill_(0)
+        self._say(0)
         if self._dirty:
             self.step[: op.HEADER_SIZE * len(self.places)].zero_()
             self._dirty = False
@@ -137,7 +143,7 @@ class StepArea:
         for i in range(len(self.places)):
             host[op.HEADER_SIZE * i : op.HEADER_SIZE * i + 2] = at, 1  # a record of zeros, here as well
         self.step[: len(host)].copy_(torch.from_numpy(host))
-        self.live.fill_(1)
+        self._say(1)
         self._dirty = True
         self._last = None
 

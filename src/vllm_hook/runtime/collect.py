@@ -21,9 +21,12 @@ from ..ops.reference import AttentionRule
 from ..sites import ModelFacts, site
 from .buffers import SiteBank
 from .plan import LanePlan, Piece, StepPlan
-from .rows import Record
+from .rows import Chunk, Record
 from .shard import Shard
 from .transfer import Transfer
+
+#: Rows of at most this many bytes travel together with those of other requests.
+SMALL_ROW = 4096
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,15 @@ def collect(
     return taken
 
 
-def split(taken: Sequence[Taken]) -> dict[str, list[Record]]:
-    """Rows of a step by request id, from values on the host."""
+def split(taken: Sequence[Taken]) -> tuple[dict[str, list[Record]], list[Chunk]]:
+    """Rows of a step from values on the host: by request id; and of many requests together, where they
+    are small."""
     records: dict[str, list[Record]] = {}
+    chunks = []
     for t in taken:
+        if (chunk := _chunk(t)) is not None:
+            chunks.append(chunk)
+            continue
         at = 0
         for i, piece in enumerate(t.lane_plan.pieces):
             if t.values is None:
@@ -101,15 +109,28 @@ def split(taken: Sequence[Taken]) -> dict[str, list[Record]]:
             else:
                 own = t.values[:, piece.a : piece.b]
             records.setdefault(piece.req_id, []).append(
-                Record(piece.watch.index, piece.positions, own, t.values is None)
+                Record(piece.watch.index, t.lane_plan.at(piece), own, t.values is None)
             )
-    return records
+    return records, chunks
+
+
+def _chunk(t: Taken) -> Chunk | None:
+    """Small rows of a decode step, one for each request."""
+    plan, values = t.lane_plan, t.values
+    n = len(plan.pieces)
+    if not plan.decode or values is None or n < 2 or len(set(t.shapes)) > 1:
+        return None
+    if values.numel() * values.element_size() > n * SMALL_ROW or plan.lane.site == "attention":
+        return None
+    rows = values.view(n, *t.shapes[0]).squeeze(2) if t.shapes else values.movedim(1, 0)
+    members = tuple((piece.req_id, piece.watch.index) for piece in plan.pieces)
+    return Chunk(members, plan.positions, rows.clone())  # pinned memory is for the next steps
 
 
 def _stream_or_heads(
     lane_plan: LanePlan, plan: StepPlan, bank: SiteBank, facts: ModelFacts, shard: Shard
 ) -> Taken:
-    lengths = {len(piece.positions) for piece in lane_plan.pieces}
+    lengths = {piece.b - piece.a for piece in lane_plan.pieces}
     if lane_plan.lane.reduce is not None or len(lengths) > 1:
         return Taken(lane_plan, _reduced(lane_plan, _rows(lane_plan, plan, bank, facts, shard)))
     rows = _rows(lane_plan, plan, bank, facts, shard, pieces=len(lane_plan.pieces))
@@ -171,7 +192,8 @@ def _attention(
     assert lane.heads is not None
     mass = lane.site == "attention_mass"
     shapes = tuple(
-        (len(lane.heads), p.b - p.a, len(p.watch.spans) if mass else int(p.positions[-1]) + 1) for p in pieces
+        (len(lane.heads), p.b - p.a, len(p.watch.spans) if mass else int(lane_plan.at(p)[-1]) + 1)
+        for p in pieces
     )
     flat = torch.zeros(sum(map(prod, shapes)), dtype=torch.float32, device=bank.device)
     own = shard.heads(facts, kv=False)
@@ -186,29 +208,38 @@ def _attention(
         for layer in sorted(heads)
     }
     if bank.device.type == "cuda":
-        _read_paged(pieces, heads, rows, mass, pages, flat, len(lane.heads))
+        _read_paged(lane_plan, heads, rows, mass, pages, flat, len(lane.heads))
     else:
         parts = [v.view(shape) for v, shape in zip(flat.split([*map(prod, shapes)]), shapes, strict=True)]
         for layer, members in heads.items():
             for piece, out in zip(pieces, parts, strict=True):
-                _read_pages(piece, rows[layer][piece.a : piece.b], members, mass, pages, layer, out)
+                positions = lane_plan.at(piece).tolist()
+                _read_pages(
+                    piece, positions, rows[layer][piece.a : piece.b], members, mass, pages, layer, out
+                )
     return Taken(lane_plan, shard.total(flat), shapes)
 
 
 def _read_pages(
-    piece: Piece, q: Tensor, members: list[tuple[int, int]], mass: bool, pages: Pages, layer: int, out: Tensor
+    piece: Piece,
+    positions: list[int],
+    q: Tensor,
+    members: list[tuple[int, int]],
+    mass: bool,
+    pages: Pages,
+    layer: int,
+    out: Tensor,
 ) -> None:
     """CPU: one layer of one request against its own pages."""
     heads, where = [head for head, _ in members], [place for _, place in members]
     reader = pages.reader(layer)
     args = (
-        pages.pages(layer, piece.batch_index, int(piece.positions[-1]) + 1),
+        pages.pages(layer, piece.batch_index, positions[-1] + 1),
         reader.page_keys,
         reader.page_size,
         reader.group,
         reader.rule,
     )
-    positions = piece.positions.tolist()
     if mass:
         out[where] = ops_attention.attention_mass(q, positions, heads, piece.watch.spans, *args)
         return
@@ -218,7 +249,7 @@ def _read_pages(
 
 
 def _read_paged(
-    pieces: Sequence[Piece],
+    lane_plan: LanePlan,
     heads: dict[int, list[tuple[int, int]]],
     rows: dict[int, Tensor],
     mass: bool,
@@ -229,7 +260,7 @@ def _read_paged(
     """GPU: all rows of a layer at once."""
     from ..ops.triton_attention import Query, paged_attention, row_table
 
-    queries = [Query(p.a, p.positions, p.batch_index, p.watch.spans) for p in pieces]
+    queries = [Query(p.a, lane_plan.at(p), p.batch_index, p.watch.spans) for p in lane_plan.pieces]
     table = row_table(queries, listed, mass, out.device)
     packed = _on(np.asarray([m for members in heads.values() for m in members], dtype=np.int32), out.device)
     assert isinstance(packed, Tensor)

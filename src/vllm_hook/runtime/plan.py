@@ -7,7 +7,8 @@ Chunked prefill, preemption, re-ordered batches and rows run twice need no speci
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -29,23 +30,29 @@ class BatchView:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one request within a lane: ``lane rows [a:b]`` lie at ``positions``."""
+    """Rows of one request within a lane: its rows [a:b]."""
 
     req_id: str
     batch_index: int
     watch: Watch
-    positions: np.ndarray
     a: int
     b: int
 
 
 @dataclass(frozen=True)
 class LanePlan:
-    """``index[table]`` finds the lane's rows, in the order of its pieces, in buffers that follow a table."""
+    """``index[table]`` finds the lane's rows, in the order of its pieces, in buffers that follow a table.
+    ``positions`` are those of all rows; ``decode``: one row of each piece, of a token that was generated."""
 
     lane: Lane
     pieces: tuple[Piece, ...]
     index: Mapping[int, Index]
+    positions: np.ndarray
+    decode: bool = False
+
+    def at(self, piece: Piece) -> np.ndarray:
+        """Positions of a piece."""
+        return self.positions[piece.a : piece.b]
 
 
 @dataclass(frozen=True)
@@ -57,15 +64,81 @@ class StepPlan:
     lanes: tuple[LanePlan, ...]
 
 
-def make_plan(view: BatchView, states: Mapping[str, RequestState]) -> StepPlan | None:
-    """Plan a step; None when it holds no row that anybody asked for."""
-    found: dict[Lane, list[tuple[str, int, Watch, np.ndarray, int]]] = {}
+class Planner:
+    """Plans steps. Most steps decode one token of each request of the step before: then the same rows are
+    taken, one position further, and nothing has to be looked up again for each request."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, BatchView, StepPlan | None] | None = None
+        self._more = 0.0  # steps for which the last plan holds on, if the batch does
+        self._ran = 0  # steps that went by since
+
+    def plan(self, version: int, view: BatchView, states: Mapping[str, RequestState]) -> StepPlan | None:
+        """As :func:`make_plan`. ``version`` changes with ``states``."""
+        if self._last is not None and self._ran < self._more:
+            known, old, plan = self._last
+            ran = self._ran + 1
+            if (
+                known == version
+                and list(view.req_ids) == old.req_ids
+                and view.starts == old.starts
+                and view.first == [at + ran for at in old.first]
+            ):
+                self._ran = ran
+                return plan and _moved(plan, ran)
+        self.sync(states)
+        plan = make_plan(view, states)
+        self._more, self._ran = _steady(view, states), 0
+        # The engine may go on to use its list of requests.
+        kept = replace(view, req_ids=list(view.req_ids))
+        self._last = (version, kept, plan) if self._more else None
+        return plan
+
+    def sync(self, states: Mapping[str, RequestState]) -> None:
+        """Before a request is resumed: note which rows were run in steps that were not looked at."""
+        if self._last is None or not self._ran:
+            return
+        _, view, _ = self._last
+        for req_id, first in zip(view.req_ids, view.first, strict=True):
+            if (state := states.get(req_id)) is not None:
+                state.high = max(state.high, first + self._ran + 1)
+        self._last = None
+
+
+def _moved(plan: StepPlan, steps: int) -> StepPlan:
+    lanes = tuple(replace(lane, positions=lane.positions + steps) for lane in plan.lanes)
+    return replace(plan, lanes=lanes)
+
+
+def _steady(view: BatchView, states: Mapping[str, RequestState]) -> float:
+    """For how many further steps of one row a request the same requests are watched at the same sites."""
+    more = inf
     for i, req_id in enumerate(view.req_ids):
         state = states.get(req_id)
         if state is None:
             continue
-        first, start = int(view.first[i]), int(view.starts[i])
-        stop = first + int(view.starts[i + 1]) - start
+        first = view.first[i]
+        if view.starts[i + 1] - view.starts[i] != 1 or first < state.skip_below:
+            return 0
+        for watch in state.watches:
+            for a, b in watch.rows:
+                if a > first:
+                    more = min(more, a - first - 1)
+                elif b is not None and b > first:
+                    more = min(more, b - first - 1)
+    return more
+
+
+def make_plan(view: BatchView, states: Mapping[str, RequestState]) -> StepPlan | None:
+    """Plan a step; None when it holds no row that anybody asked for."""
+    found: dict[Lane, list[tuple[str, int, Watch, np.ndarray, int]]] = {}
+    decode: dict[Lane, bool] = {}
+    for i, req_id in enumerate(view.req_ids):
+        state = states.get(req_id)
+        if state is None:
+            continue
+        first, start = view.first[i], view.starts[i]
+        stop = first + view.starts[i + 1] - start
         state.high = max(state.high, stop)
         if first >= state.end:
             continue
@@ -74,6 +147,8 @@ def make_plan(view: BatchView, states: Mapping[str, RequestState]) -> StepPlan |
             positions = positions_within(watch.rows, low, stop)
             if positions.size:
                 found.setdefault(watch.lane, []).append((req_id, i, watch, positions, start - first))
+                one = positions.size == 1 and first >= state.prompt
+                decode[watch.lane] = one and decode.get(watch.lane, True)
     if not found:
         return None
     rows = {
@@ -84,7 +159,8 @@ def make_plan(view: BatchView, states: Mapping[str, RequestState]) -> StepPlan |
     for lane, entries in found.items():
         used = {table_of[lane.tap_site, layer] for layer in lane.layers}
         index = {t: _locate(rows[lane], tables[t]) for t in used}
-        lanes.append(LanePlan(lane, _pieces(entries), index))
+        positions = np.concatenate([p for _, _, _, p, _ in entries])
+        lanes.append(LanePlan(lane, _pieces(entries), index, positions, decode[lane]))
     return StepPlan(tuple(tables), table_of, tuple(lanes))
 
 
@@ -129,6 +205,6 @@ def _pieces(entries: Sequence[tuple[str, int, Watch, np.ndarray, int]]) -> tuple
     pieces = []
     a = 0
     for req_id, i, watch, positions, _ in entries:
-        pieces.append(Piece(req_id, i, watch, positions, a, a + len(positions)))
+        pieces.append(Piece(req_id, i, watch, a, a + len(positions)))
         a += len(positions)
     return tuple(pieces)

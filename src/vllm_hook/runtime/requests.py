@@ -87,6 +87,7 @@ class Tracker:
     vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     states: dict[str, RequestState] = field(default_factory=dict)
     version: int = 0  # counts what came, went and came back
+    _edits: tuple[int, dict[str, EditState]] | None = None
 
     def add(self, req_id: str, extra_args: Mapping[str, Any] | None, known_tokens: int) -> None:
         """A request enters the batch, for the first time or again after preemption."""
@@ -109,6 +110,12 @@ class Tracker:
         if state is not None:
             state.skip_below = min(state.high, max(known_tokens - 1, 0))
             state.decided_below = min(state.high, max(known_tokens - 1, state.prompt))
+
+    def edits(self) -> dict[str, EditState]:
+        """Requests that edit."""
+        if self._edits is None or self._edits[0] != self.version:
+            self._edits = self.version, {r: s.edits for r, s in self.states.items() if s.edits is not None}
+        return self._edits[1]
 
     def finish(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:

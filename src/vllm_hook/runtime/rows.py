@@ -37,9 +37,64 @@ class Record:
         return self if self.alone else replace(self, values=_own(self.values), alone=True)
 
 
-def in_line(records: Sequence[Record | str]) -> list[Record | str]:
+@dataclass(frozen=True)
+class Chunk:
+    """Small rows of many requests from one decode step, one for each of ``members`` (request, index of the
+    observation). positions: [members]; values: [members, layers or heads, ...] as in a record."""
+
+    members: tuple[tuple[str, int], ...]
+    positions: np.ndarray
+    values: Tensor
+
+
+class Block:
+    """Chunks of successive steps with the same members: what a step costs does not grow with them."""
+
+    def __init__(self, members: tuple[tuple[str, int], ...]) -> None:
+        self.members = members
+        self.closed = False
+        self._positions: list[np.ndarray] = []
+        self._values: list[Tensor] = []
+        self._whole: tuple[np.ndarray, Tensor] | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        self._positions.append(chunk.positions)
+        self._values.append(chunk.values)
+
+    def record(self, i: int) -> Record:
+        """All rows of the i-th member. Nothing is added afterwards."""
+        self.closed = True
+        if self._whole is None:
+            self._whole = np.stack(self._positions), torch.stack(self._values)
+            self._positions.clear()
+            self._values.clear()
+        positions, values = self._whole
+        return Record(self.members[i][1], positions[:, i], values[:, i].movedim(0, 1).contiguous(), True)
+
+
+class Blocks:
+    """The blocks that chunks are being added to."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[tuple[str, int], ...], Block] = {}
+
+    def add(self, chunks: Sequence[Chunk]) -> list[Block]:
+        """Take the chunks of a step; blocks that are new."""
+        still, new = {}, []
+        for chunk in chunks:
+            block = self._open.get(chunk.members)
+            if block is None or block.closed:
+                block = Block(chunk.members)
+                new.append(block)
+            block.add(chunk)
+            still[chunk.members] = block
+        self._open = still
+        return new
+
+
+def in_line(records: Sequence[Record | Chunk | str]) -> list[Record | Chunk | str]:
     """Records of one observation whose rows lie one behind the other in memory, as one."""
-    found: list[Record | str] = []
+    found: list[Record | Chunk | str] = []
     for record in records:
         last = found[-1] if found else None
         if (

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,12 +82,12 @@ class Transfer:
             bufs = [bank.taken[lane.tap_site, layer] for layer in lane.layers]
             if not _as_taken(lane_plan) or any(buf.data_ptr() in after_tap for buf in bufs):
                 continue
-            rows = sum(len(piece.positions) for piece in lane_plan.pieces)
+            rows = len(lane_plan.positions)
             size = rows * bufs[0].shape[1] * bufs[0].element_size()
             if len(bufs) * size < EARLY_BYTES or size < EARLY_COPY_BYTES * len(lane_plan.pieces):
                 continue
             parts = [
-                self._home(piece, len(bufs), facts.row_shape(lane.site), bufs[0])
+                self._home(piece, lane_plan.at(piece), len(bufs), facts.row_shape(lane.site), bufs[0])
                 for piece in lane_plan.pieces
             ]
             missing = set(range(len(bufs)))
@@ -97,10 +98,12 @@ class Transfer:
                 self._keys.append(buf.data_ptr())
                 after_tap[buf.data_ptr()] = partial(self._send, targets, missing, i)
 
-    def _home(self, piece: Piece, layers: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def _home(
+        self, piece: Piece, positions: np.ndarray, layers: int, shape: tuple[int, ...], like: Tensor
+    ) -> Tensor:
         """Where the rows of a piece belong on the host: [layers, rows, ...] of one tensor for all chunks of
         an observation whose number of rows is known, so that nobody has to join them."""
-        watch, n = piece.watch, piece.b - piece.a
+        watch, n = piece.watch, len(positions)
         ends = [b for _, b in watch.rows]
         if None in ends:
             return torch.empty(layers, n, *shape, dtype=like.dtype, pin_memory=True)
@@ -109,7 +112,7 @@ class Transfer:
             total = len(positions_within(watch.rows, 0, max(b for b in ends if b is not None)))
             self._homes[key] = torch.empty(layers, total, *shape, dtype=like.dtype, pin_memory=True)
             weakref.finalize(watch, self._homes.pop, key, None)
-        first = len(positions_within(watch.rows, 0, int(piece.positions[0])))
+        first = len(positions_within(watch.rows, 0, int(positions[0])))
         return self._homes[key][:, first : first + n]
 
     def _send(self, targets: list[tuple[Tensor, Tensor]], missing: set[int], i: int) -> None:
