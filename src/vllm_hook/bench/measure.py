@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -79,9 +80,9 @@ def setup() -> dict[str, Any]:
 
 def prompts(workload: Workload, vocabulary: int) -> list[dict[str, Any]]:
     """Random token ids, the same for every engine."""
-    random = np.random.default_rng(0)
+    numbers = np.random.default_rng(0)
     high = min(vocabulary, 20_000)
-    tokens = random.integers(100 if high > 200 else 10, high, (workload.requests, workload.prompt))
+    tokens = numbers.integers(100 if high > 200 else 10, high, (workload.requests, workload.prompt))
     return [{"prompt_token_ids": row.tolist()} for row in tokens]
 
 
@@ -106,15 +107,18 @@ def runner(
 def interleaved(
     runs: Mapping[tuple[str, Workload], Callable[[], None]], rounds: int, what: str, console: Console
 ) -> dict[tuple[str, Workload], list[float]]:
-    """Time every run once a round, in an order that turns, after one uncounted round. When it is
-    interrupted, what the full rounds so far gave is returned."""
+    """Time every run once a round, in an order of its own (what ran before leaves a warmer or cooler
+    device), after one uncounted round. When it is interrupted, what the full rounds so far gave is
+    returned."""
+    order = random.Random(0)
     seconds: dict[tuple[str, Workload], list[float]] = {key: [] for key in runs}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(f"{what}: rounds", total=(rounds + 1) * len(runs))
         try:
             for round_ in range(rounds + 1):
-                keys = list(runs)[:: 1 if round_ % 2 == 0 else -1]
+                keys = list(runs)
+                order.shuffle(keys)
                 for key in keys:
                     start = time.perf_counter()
                     runs[key]()
@@ -155,8 +159,8 @@ def write(path: Path, rows: list[Row], **more: Any) -> None:
 def ratio_of(times: list[float], base: list[float]) -> tuple[float, tuple[float, float]]:
     """Median of the ratios of paired rounds, and the 95 % bootstrap interval of that median."""
     ratios = np.asarray(times) / np.asarray(base)
-    random = np.random.default_rng(0)
-    medians = np.median(random.choice(ratios, (2000, len(ratios))), axis=1)
+    resample = np.random.default_rng(0)
+    medians = np.median(resample.choice(ratios, (2000, len(ratios))), axis=1)
     low, high = np.percentile(medians, [2.5, 97.5])
     return float(np.median(ratios)), (float(low), float(high))
 
