@@ -51,6 +51,7 @@ def tell(output):
             "positions": state.positions,
             "errors": output.hook.errors,
             "values": state.values.tolist(),
+            "norms": output.hook.observed["n"].values.tolist() if "n" in output.hook.observed else None,
         }
     return told
 

@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from vllm import SamplingParams
 
 from conftest import ARM_ALL, hook_llm, stop_engine
 from oracle import Reference, assert_rows_close, fed
-from prompts import token_prompts
+from prompts import greedy, token_prompts
 from vllm_hook.errors import ProgramError
 
 pytestmark = pytest.mark.engine
@@ -109,6 +110,35 @@ def test_results_of_many_requests_belong_to_their_request(tiny_llama, tiny_refer
         assert_rows_close(out.hook.observed["state"].values, tiny_reference.run(fed(out))["resid_post"][[2]])
 
 
+def test_small_rows_of_requests_that_come_and_go(tiny_llama, tiny_reference, use):
+    """They travel together; requests end at different steps, sample three times, or see other things too."""
+    look = {"site": "resid_post", "layers": [1, 3], "positions": "generated"}
+    name = use({"n": {**look, "reduce": {"norm": True}}, "all": {**look, "positions": "all"}})
+    few = use({"n": {**look, "positions": {"range": [12, 15]}, "reduce": {"norm": True}}})
+    params = [greedy(3 + i % 7, n=3 if i == 5 else 1) for i in range(20)]
+    for i in (5,):
+        params[i].temperature = 1.0
+    hooks = [few if i % 4 == 3 else False if i % 9 == 8 else name for i in range(20)]
+    prompts = token_prompts([4 + i % 8 for i in range(20)], seed=3)
+    outs = tiny_llama.generate(prompts, params, hook=hooks, use_tqdm=False)
+    for out, hook in zip(outs, hooks, strict=True):
+        for sample in out.outputs:
+            if not hook:
+                assert sample.hook is None
+                continue
+            ids = [*out.prompt_token_ids, *sample.token_ids][:-1]
+            want = tiny_reference.run(ids)["resid_post"][[1, 3]]
+            got = sample.hook.observed["n"]
+            first = len(out.prompt_token_ids)
+            positions = (
+                [p for p in (12, 13, 14) if p < len(ids)] if hook == few else [*range(first, len(ids))]
+            )
+            assert got.positions == positions
+            torch.testing.assert_close(got.values, want[:, positions].norm(dim=-1), rtol=1e-4, atol=0)
+            if hook == name:
+                assert_rows_close(sample.hook.observed["all"].values, want)
+
+
 def test_one_sampling_params_object_for_several_calls(tiny_llama, use):
     name = use(STATE["observe"])
     params = sampling("greedy", 0)
@@ -199,13 +229,15 @@ def test_engine_core_in_a_process_of_its_own(tiny_dir):
     config = {"vllm_hook": {"programs": [several]}}
     apart = in_a_process(tiny_dir("llama"), "eager", config, VLLM_ENABLE_V1_MULTIPROCESSING="1")
     reference = Reference(tiny_dir("llama"))
-    import torch
 
     for out, prompt in zip(apart["outs"], token_prompts((2, 3, 9, 40, 77)), strict=True):
         tokens = [*prompt["prompt_token_ids"], *out["tokens"]][:-1]
         assert out["hook"]["errors"] == {}
         assert out["hook"]["positions"] == list(range(len(tokens)))
-        assert_rows_close(torch.tensor(out["hook"]["values"]), reference.run(tokens)["resid_post"][[2]])
+        want = reference.run(tokens)["resid_post"]
+        assert_rows_close(torch.tensor(out["hook"]["values"]), want[[2]])
+        norms = torch.tensor(out["hook"]["norms"])
+        torch.testing.assert_close(norms, want[[1, 3]].norm(dim=-1), rtol=1e-4, atol=0)
 
 
 def test_the_attribute_search_finds_us_where_we_are(tiny_dir):
