@@ -118,6 +118,19 @@ def test_a_program_with_provenance_can_be_read_by_all(tmp_path):
     assert read_provenance(output.tensors) == made
 
 
+@pytest.mark.parametrize("text", ["a\n\nb", "a\u2028\u2028b", "a\x85\x85b", "\n", " a\n\n  b \n" * 40])
+def test_provenance_of_several_lines_can_be_read_back(tmp_path, text):
+    output = Output(tmp_path / "x.yaml")
+    publish(output, "t", {"said": text, "last": 1}, PROGRAM, today=date(2026, 1, 2))
+    assert read_provenance(output.file) == {"said": text, "last": 1, "date": "2026-01-02"}
+
+
+def test_a_blank_line_does_not_end_provenance(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("# t\n# provenance:\n#   a: 'x\n#\n#     y'\n#   b: 1\n# said by hand\nschema: 1\n")
+    assert read_provenance(file) == {"a": "x\ny", "b": 1}
+
+
 def test_the_date_is_all_that_differs(tmp_path):
     made = {"written_by": "test", "a": 1, "b": {"c": 2}}
     texts, tensors = [], []

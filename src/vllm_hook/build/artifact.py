@@ -121,18 +121,19 @@ def read_provenance(path: Path) -> dict[str, Any]:
         raise HookError(f"{path}: has no provenance")
     body = []
     for line in lines[lines.index(MARK) + 1 :]:
-        if not line.startswith("#   "):
+        if line != "#" and not line.startswith("#   "):
             break
-        body.append(line.removeprefix("#   "))
+        body.append(line[4:])  # a blank line is written "#"
     return dict(yaml.safe_load("\n".join(body)))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Line feeds in texts are written \\n, not as blank lines."""
+    """Line breaks in texts, those of Unicode too, are written as escapes, not as blank lines."""
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"' if "\n" in value else None)
+    broken = value.splitlines() not in ([], [value])
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"' if broken else None)
 
 
 _Dumper.add_representer(str, _text)
