@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
+from vllm_hook import analyzers
 from vllm_hook.errors import ModelMismatchError, ProgramError, UnsupportedError
+from vllm_hook.results import Observed
 from vllm_hook.runtime.inspection import inspect
 from vllm_hook.runtime.loading import load_program
 from vllm_hook.sites import ModelFacts
@@ -215,7 +217,8 @@ def test_files_of_options_lie_beside_the_program(tmp_path: Path, monkeypatch: py
     file = write_probe(tmp_path / "program", 0.5)
     monkeypatch.chdir(tmp_path)
     loaded = load_program(file, FACTS)
-    assert loaded.checked.analyses[0].options == {"probe": str(tmp_path / "program" / "probe.safetensors")}
+    held = loaded.checked.analyses[0].options["probe"]
+    assert held.ref == str(tmp_path / "program" / "probe.safetensors")
     (tmp_path / "program" / "probe.safetensors").unlink()
     assert "no such file" in found(file)["analyze.a.options.probe"]
 
@@ -225,12 +228,60 @@ def test_the_digest_follows_the_files_of_options(tmp_path: Path) -> None:
     assert load_program(write_probe(tmp_path / "b", 0.5, "other.safetensors"), FACTS).digest == first
     assert load_program(write_probe(tmp_path / "a", 0.25), FACTS).digest != first
     both = probing("p.safetensors#x"), probing("p.safetensors#y")
-    save_file({"x": torch.ones(32), "y": torch.zeros(32)}, tmp_path / "p.safetensors")
+    parts = {"x": torch.ones(32), "y": torch.zeros(32)}
+    save_file(
+        {f"{n}.weight": t for n, t in parts.items()} | {f"{n}.bias": torch.zeros(1) for n in parts},
+        tmp_path / "p.safetensors",
+    )
     digests = []
     for text in both:
         (tmp_path / "p.yaml").write_text(text)
         digests.append(load_program(tmp_path / "p.yaml", FACTS).digest)
     assert digests[0] != digests[1]
+
+
+def overwrite(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """In place, as ``cp`` does: what is mapped into memory changes with it."""
+    with file.open("r+b") as f:
+        f.write(save(tensors))
+
+
+def test_a_loaded_program_keeps_the_files_of_its_options_as_they_were(tmp_path: Path) -> None:
+    file = write_probe(tmp_path, 0.5)
+    loaded = load_program(file, FACTS)
+    overwrite(tmp_path / "probe.safetensors", {"weight": torch.zeros(32), "bias": torch.tensor([9.0])})
+    analysis = loaded.checked.analyses[0]
+    analyzer = analyzers.get(analysis.analyzer)
+    options = analyzer.Options.model_validate(dict(analysis.options))  # as is done for every request
+    seen = Observed("resid_post", torch.full((1, 1, 32), 0.01), [0], [1])
+    assert analyzer.score({"seen": seen}, {}, options).value == pytest.approx(
+        float(torch.sigmoid(torch.tensor(0.82)))
+    )
+    assert load_program(file, FACTS).digest != loaded.digest
+
+
+def test_a_loaded_program_keeps_its_tensors_as_they_were(tmp_path: Path) -> None:
+    save_file({"v": torch.ones(32)}, tmp_path / "v.safetensors")
+    edit = {"site": "resid_post", "layers": [1], "method": "add", "vector": str(tmp_path / "v.safetensors")}
+    loaded = load_program(program(intervene={"push": edit}), FACTS)
+    overwrite(tmp_path / "v.safetensors", {"v": torch.zeros(32)})
+    (vector,) = loaded.tensors.values()
+    assert torch.equal(vector, torch.ones(32))
+
+
+def test_an_analyzer_that_reads_its_file_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(analyzers.LinearProbe):
+        class Options(analyzers.AnalyzerOptions):
+            probe: Annotated[str, analyzers.Names("file")]
+
+    monkeypatch.setitem(analyzers.BUILT_IN, "linear_probe", Own)
+    file = write_probe(tmp_path, 0.5)
+    loaded = load_program(file, FACTS)
+    assert loaded.checked.analyses[0].options == {"probe": str(tmp_path / "probe.safetensors")}
+    write_probe(tmp_path, 0.25)
+    assert load_program(file, FACTS).digest != loaded.digest
+    (tmp_path / "probe.safetensors").unlink()
+    assert "No such file" in found(file)["analyze.a.options.probe"]
 
 
 def test_a_server_reads_no_files_for_options(tmp_path: Path) -> None:

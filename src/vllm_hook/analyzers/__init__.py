@@ -9,7 +9,7 @@ from typing import cast
 from ..errors import ProgramError
 from ..suggest import unknown
 from .attention_tracker import AttentionTracker
-from .base import Analyzer, AnalyzerOptions, Names, SpanName, Spans, named_by
+from .base import Analyzer, AnalyzerOptions, Held, Names, SpanName, Spans, holding, named_by
 from .core_reranker import CoreReranker
 from .hidden_states import HiddenStates
 from .linear_probe import LinearProbe
@@ -37,6 +37,7 @@ __all__ = [
     "AnalyzerOptions",
     "AttentionTracker",
     "CoreReranker",
+    "Held",
     "HiddenStates",
     "LinearProbe",
     "LogitLens",
@@ -47,6 +48,7 @@ __all__ = [
     "SpanName",
     "Spans",
     "get",
+    "holding",
     "misfit",
     "named_by",
     "names",
