@@ -79,6 +79,41 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, facts: ModelFacts | N
         seen.refuse()
 
 
+RULES = """schema: 1
+name: p
+observe:
+  seen: {site: resid_post, layers: [1], positions: last_prompt}
+act:
+  - {if: seen is large, do: tag}
+  - {if: sen above 1, do: tag}
+  - {if: seen above 1, do: tga}
+  - {if: seen above 1, do: stop}
+  - tag
+"""
+
+
+@pytest.mark.parametrize("facts", [None, FACTS])
+def test_a_malformed_rule_hides_no_other(facts: ModelFacts | None) -> None:
+    seen = inspect(RULES, facts)
+    places = {p.field: p.line for p in [*seen.problems, *seen.unavailable]}
+    assert places == {"act[0].if": 6, "act[1].if": 7, "act[2].do": 8, "act[3].do": 9, "act[3].if": 9,
+                      "act[4]": 10}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["seen is large", "sen above 1"])
+def test_a_wrong_rule_hides_no_edit(rule: str, tmp_path: Path) -> None:
+    save_file({"v": torch.zeros(32)}, tmp_path / "v.safetensors")
+    edit = {
+        "site": "resid_post", "layers": [1], "method": "ablate", "vector": str(tmp_path / "v.safetensors")
+    }  # fmt: skip
+    act = [{"if": rule, "do": "tag"}]
+    assert set(found(program(intervene={"e": edit}, act=act), FACTS)) == {"act[0].if", "intervene.e.vector"}
+
+
+def test_rules_that_are_no_list() -> None:
+    assert set(found(program(observe={"seen": STATE}, act={"if": "seen above 1", "do": "tag"}))) == {"act"}
+
+
 def test_what_refers_to_a_broken_part_is_not_wrong_for_that() -> None:
     observe = {"seen": {**STATE, "row": 1}, "good": STATE}
     analyze = {"a": {"analyzer": "linear_probe", "observe": "seen"}}

@@ -6,6 +6,7 @@ on its sizes is left out, except against those that the program states.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -82,7 +83,7 @@ def inspect(
     seen = Inspection(found.source, draft.sourced, found.checked, list(found.problems), found.mismatch)
     if draft.sourced is None:
         return seen
-    sound = not any(p.field.partition(".")[0] not in ("analyze", "act") for p in seen.problems)
+    sound = all(re.split(r"[.[]", p.field)[0] in ("analyze", "act") for p in seen.problems)
     seen.unavailable = _unavailable(draft.sourced)
     options = _check_analyzers(draft, seen, allow_files)
     if seen.checked is not None:
