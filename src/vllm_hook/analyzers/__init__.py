@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import cast
+from typing import Any, cast
+
+from pydantic import BaseModel, ValidationError
 
 from ..errors import ProgramError
+from ..program._problems import problems_of
 from ..suggest import unknown
 from .attention_tracker import AttentionTracker
 from .base import Analyzer, AnalyzerOptions, Held, Names, SpanName, Spans, holding, named_by
@@ -52,6 +56,7 @@ __all__ = [
     "misfit",
     "named_by",
     "names",
+    "read_options",
 ]
 
 
@@ -83,6 +88,15 @@ def get(name: str) -> Analyzer:
     if not isinstance(found, type) or not all(hasattr(found, part) for part in ("name", "Options", "score")):
         raise ProgramError("analyzers", f"{entry.value} is no analyzer class with name, Options and score")
     return cast(Analyzer, found())
+
+
+def read_options(analyzer: Analyzer, options: Mapping[str, Any]) -> BaseModel:
+    """Options given by hand. ProgramError names the analyzer and each option that is wrong."""
+    try:
+        return analyzer.Options.model_validate(dict(options))
+    except ValidationError as error:
+        found = problems_of(error, options, analyzer.Options)
+        raise ProgramError(f"analyzer {analyzer.name!r}", found) from None
 
 
 @cache  # a look-up reads the metadata of every installed package: 5 ms, and every request needs it
