@@ -177,9 +177,7 @@ def test_tensors_of_the_overwritten_program_go_with_it(tmp_path):
     assert list(tmp_path.iterdir()) == [output.file]
 
 
-@pytest.mark.parametrize(
-    "kept", ["of another build", "by hand", "no program", "no tensors at all", "of no build"]
-)
+@pytest.mark.parametrize("kept", ["of another build", "by hand", "no program", "notes", "of no build"])
 def test_tensors_that_are_not_of_the_overwritten_program_stay(tmp_path, kept):
     output = Output(tmp_path / "x.yaml")
     made = {**MADE, "written_by": "hand"} if kept == "of no build" else MADE
