@@ -25,13 +25,20 @@ CPU_DEFAULTS, LARGE_GPU_DEFAULTS = (256, 4096), (1024, 16384)
 
 
 def model_facts(model: str) -> ModelFacts:
-    """Sizes of a Hugging Face id or folder, from its configuration alone."""
-    _check_place(model)
+    """Sizes of a Hugging Face id or folder, from its configuration alone, for a command: see
+    :mod:`.environment`."""
     environment.for_engine(model)
+    return config_facts(model)
+
+
+def config_facts(model: str) -> ModelFacts:
+    """:func:`model_facts`, with the environment as it is. HookError: there is no configuration, or only code
+    of the model's own can read it."""
+    _check_place(model)
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
         heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
         return ModelFacts(
             id=model,

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import vllm
-from pydantic import BaseModel
 from vllm import SamplingParams
 
 from .analyzers import get as get_analyzer
+from .analyzers import read_options
 from .engine import control, plugin
 from .engine.frontend import REQUEST_KEY
 from .engine.settings import CONFIG_KEY
@@ -152,6 +152,8 @@ class HookLLM:
 
         Without ``analyzer``, the scores that the programs gave. With one, that analyzer runs over
         each result's observations with ``options``; the score stands under the analyzer's name.
+        Files that options name are read by each call. ProgramError: no such analyzer, or an option of it is
+        wrong.
         """
         results = [o if isinstance(o, HookResult) else o.hook for o in _as_list(outputs)]
         if any(r is None for r in results):
@@ -202,9 +204,11 @@ def analyze(
 ) -> list[dict[str, Score]]:
     """See :meth:`HookLLM.analyze`; needs no engine."""
     if analyzer is None:
+        if options:
+            raise HookError(f"analyze: options ({', '.join(options)}) need analyzer=...")
         return [dict(r.scores.items()) for r in results]
     scorer = get_analyzer(analyzer)
-    parsed: BaseModel = scorer.Options.model_validate(options)
+    parsed = read_options(scorer, options)
     scored = []
     for result in results:
         observations = {_bare(name): value for name, value in result.observed.items()}

@@ -18,10 +18,10 @@ from rich.table import Table
 
 from . import environment, jsonl
 from .describe import model_facts
-from .errors import HookError
+from .errors import HookError, SiteError
 from .program.load import load
 from .program.schema import MessageSpan
-from .rerank import Head, Ranked, engine, read_heads, rerank
+from .rerank import Head, Ranked, check_heads, engine, read_heads, rerank
 from .results import HookResult
 from .saved import Saved
 
@@ -209,16 +209,13 @@ def rank(
 
 
 def heads_of(source: str, model: str) -> list[Head] | None:
-    """The heads that ``--heads`` names; HookError if the model has no such head. None: all of them."""
+    """The heads that ``--heads`` names; SiteError if the model has no such head. None: all of them."""
     pairs = read_heads(source)
     facts = model_facts(model)
-    missing = [(i, j) for i, j in pairs or () if i >= facts.layers or j >= facts.heads]
-    if missing:
-        named = ", ".join(f"{i}-{j}" for i, j in missing)
-        raise HookError(
-            f"--heads: the model has no head {named}: its layers are 0 to {facts.layers - 1}, "
-            f"each with heads 0 to {facts.heads - 1}"
-        )
+    try:
+        check_heads(pairs, facts)
+    except SiteError as error:
+        raise SiteError(f"--{error}") from None
     return pairs
 
 

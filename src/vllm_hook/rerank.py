@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .analyzers.core_reranker import document_scores, token_attention
+from .describe import config_facts
 from .errors import CapacityError, HookError, SiteError, UnsupportedError
 from .program.locate import is_program_name, shipped
 from .rerank_prompt import NOTHING, Prompt, make_prompt
+from .sites import ModelFacts
 from .suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ Head = tuple[int, int]
 Heads = Sequence[Head] | None
 #: Tokens kept free for what tokenizing in one piece adds to tokenizing piece by piece.
 SLACK, SLACK_PER_DOCUMENT = 16, 2
+#: Arguments of ``vllm.LLM`` with which a model may have other sizes than its configuration says.
+OTHER_SIZES = {"hf_config_path", "hf_overrides", "revision"}
 
 
 @dataclass(frozen=True)
@@ -117,11 +121,13 @@ def engine(model: str, heads: Any = None, *, whole: bool = False, **vllm_kwargs:
 
     It holds only the layers up to that of the last head and cannot generate, unless ``whole``. Pages are
     small, so that the calibration takes as much as it can from the prefix cache. ``vllm_kwargs`` go to
-    ``vllm.LLM``.
+    ``vllm.LLM``. SiteError: the model has no such head; nothing was started.
     """
     from .llm import HookLLM
 
     pairs = read_heads(heads)
+    if pairs and not OTHER_SIZES & vllm_kwargs.keys():
+        _check_heads_of(str(model), pairs)
     if pairs and not whole:
         vllm_kwargs.setdefault("layers_up_to", 1 + max(layer for layer, _ in pairs))
     vllm_kwargs.setdefault("block_size", 32)
@@ -162,6 +168,25 @@ def read_heads(source: Any) -> list[Head] | None:
     if not pairs or any(len(p) != 2 or not all(isinstance(n, int) and n >= 0 for n in p) for p in pairs):
         raise HookError(f"heads: {source!r} is not a list of (layer, head) pairs")
     return [(layer, head) for layer, head in pairs]
+
+
+def check_heads(heads: Heads, facts: ModelFacts) -> None:
+    """SiteError: the model has no such head."""
+    missing = [f"{i}-{j}" for i, j in heads or () if i >= facts.layers or j >= facts.heads]
+    if missing:
+        raise SiteError(
+            f"heads: the model has no head {', '.join(missing)}: its layers are 0 to {facts.layers - 1}, "
+            f"each with heads 0 to {facts.heads - 1}"
+        )
+
+
+def _check_heads_of(model: str, heads: Heads) -> None:
+    """Before an engine starts, if the model's configuration can be read without one."""
+    try:
+        facts = config_facts(model)
+    except HookError:
+        return  # vLLM may know more kinds of models, and says what is wrong with this one
+    check_heads(heads, facts)
 
 
 def _heads_of_program(source: str | Path) -> list[Head]:

@@ -268,7 +268,7 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -301,7 +301,8 @@ def _required(source: str, tensors: Mapping[str, torch.Tensor], name: str) -> to
 def _finite(source: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex() or tensor.is_sparse or tensor.is_quantized:
         raise ProgramError(source, f"tensor {name!r} is {tensor.dtype}, not dense real numbers")
-    tensor = tensor.to(torch.float32)
+    # A copy: what safetensors gives lies in the file, and would change with it.
+    tensor = tensor.to(torch.float32, copy=True)
     bad = ~torch.isfinite(tensor)
     if bool(bad.any()):
         raise ProgramError(

@@ -68,7 +68,8 @@ def read(path: str | Path) -> Unembedding:
                 raise ProgramError(
                     str(path), "is not an unembedding; make one with `python -m vllm_hook.unembedding`"
                 )
-            t = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118  # not a dict
+            # Copies: what safetensors gives lies in the file, and would change with it.
+            t = {name: f.get_tensor(name).clone() for name in f.keys()}  # noqa: SIM118  # not a dict
     except (OSError, SafetensorError) as error:
         raise ProgramError(str(path), f"cannot be read as safetensors: {error}") from None
     cap = float(t["soft_cap"]) if "soft_cap" in t else None

@@ -220,6 +220,31 @@ def test_check_takes_what_is_right():
     assert load_program(program("hidden_states", {"measure": "norm"}), FACTS).name == "p"
 
 
+@pytest.mark.parametrize(
+    ("analyzer", "options", "message"),
+    [
+        ("linear_prob", {}, "unknown analyzer 'linear_prob'; did you mean 'linear_probe'"),
+        (
+            "linear_probe",
+            {"treshold": 0.5},
+            "analyzer 'linear_probe': treshold: unknown key; did you mean 'threshold'?",
+        ),
+        ("linear_probe", {"over": "maxx"}, "analyzer 'linear_probe': over: .*did you mean 'max'"),
+        ("linear_probe", {"probe": "gone"}, "analyzer 'linear_probe': probe: .*gone: no such file"),
+        ("linear_probe", {"probe": 5}, "analyzer 'linear_probe': probe: names no file: 5"),
+        ("lookback", {}, "analyzer 'lookback': context: is required"),
+        ("hidden_states", {"measure": "cosine"}, "analyzer 'hidden_states': reference: give it with"),
+        ("projection_monitor", {"above": "x", "belw": 1}, "analyzer 'projection_monitor': 2 problems"),
+        (None, {"threshold": 0.5}, r"options \(threshold\) need analyzer"),
+    ],
+)
+def test_scoring_again_names_analyzer_and_option(analyzer, options, message):
+    from vllm_hook.llm import analyze
+
+    with pytest.raises(HookError, match=message):
+        analyze([HookResult({"p/seen": rows([[0.0, 2.0]])})], analyzer, **options)
+
+
 def test_scored_again_from_a_result():
     from vllm_hook.llm import analyze
 

@@ -3,15 +3,18 @@
 import json
 import os
 from datetime import date
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 
 from vllm_hook.build import artifact, work
-from vllm_hook.build.artifact import Output, publish, read_provenance
+from vllm_hook.build.artifact import Output, of_one_build, publish, read_provenance
 from vllm_hook.build.model import digest_folder
 from vllm_hook.build.work import Work
+from vllm_hook.cli.build import _written
 from vllm_hook.errors import HookError
 
 KEY = {"data": "abc", "options": {"seed": 0}}
@@ -118,6 +121,19 @@ def test_a_program_with_provenance_can_be_read_by_all(tmp_path):
     assert read_provenance(output.tensors) == made
 
 
+@pytest.mark.parametrize("text", ["a\n\nb", "a\u2028\u2028b", "a\x85\x85b", "\n", " a\n\n  b \n" * 40])
+def test_provenance_of_several_lines_can_be_read_back(tmp_path, text):
+    output = Output(tmp_path / "x.yaml")
+    publish(output, "t", {"said": text, "last": 1}, PROGRAM, today=date(2026, 1, 2))
+    assert read_provenance(output.file) == {"said": text, "last": 1, "date": "2026-01-02"}
+
+
+def test_a_blank_line_does_not_end_provenance(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("# t\n# provenance:\n#   a: 'x\n#\n#     y'\n#   b: 1\n# said by hand\nschema: 1\n")
+    assert read_provenance(file) == {"a": "x\ny", "b": 1}
+
+
 def test_the_date_is_all_that_differs(tmp_path):
     made = {"written_by": "test", "a": 1, "b": {"c": 2}}
     texts, tensors = [], []
@@ -148,6 +164,49 @@ def test_existing_files_are_not_overwritten_unless_forced(tmp_path):
     assert Output(tmp_path / "My Guard (2).yaml").name == "my-guard--2"
     with pytest.raises(HookError, match=r"ends in .yaml"):
         Output(tmp_path / "x.json")
+
+
+MADE = {"written_by": "vllm-hook build vector", "scores": {3: 0.1, 12: 1e-07}, "grid": (1, 2.5)}
+
+
+def test_tensors_of_the_overwritten_program_go_with_it(tmp_path):
+    output = Output(tmp_path / "x.yaml")
+    publish(output, "t", MADE, PROGRAM, {"vector": torch.ones(3)})
+    assert of_one_build(output)
+    publish(Output(tmp_path / "x.yaml", force=True), "t", {**MADE, "written_by": "other"}, PROGRAM)
+    assert list(tmp_path.iterdir()) == [output.file]
+
+
+@pytest.mark.parametrize("kept", ["of another build", "by hand", "no program", "notes", "of no build"])
+def test_tensors_that_are_not_of_the_overwritten_program_stay(tmp_path, kept):
+    output = Output(tmp_path / "x.yaml")
+    made = {**MADE, "written_by": "hand"} if kept == "of no build" else MADE
+    publish(output, "t", made, PROGRAM, {"vector": torch.ones(3)})
+    if kept == "of another build":
+        publish(Output(tmp_path / "y.yaml"), "t", {**MADE, "seed": 1}, PROGRAM, {"vector": torch.zeros(3)})
+        os.replace(tmp_path / "y.safetensors", output.tensors)
+    elif kept == "by hand":
+        save_file({"vector": torch.ones(3)}, output.tensors)
+    elif kept == "no program":
+        output.file.unlink()
+    elif kept == "notes":
+        output.tensors.write_bytes(b"notes")
+    before = output.tensors.read_bytes()
+    forced = Output(tmp_path / "x.yaml", force=True)
+    publish(forced, "t", MADE, PROGRAM)
+    assert output.tensors.read_bytes() == before
+
+
+def test_tensors_that_stay_are_named(tmp_path, capsys):
+    job = SimpleNamespace(output=Output(tmp_path / "x.yaml"))
+    publish(job.output, "t", MADE, PROGRAM, {"vector": torch.ones(3)})
+    _written(job)
+    assert " ".join(capsys.readouterr().out.split()).endswith("x.yaml and x.safetensors")
+    save_file({"vector": torch.ones(3)}, job.output.tensors)
+    _written(job)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "and x.safetensors" not in said
+    assert said.endswith("x.safetensors: was there before and is not of this build; left as it is")
 
 
 def test_a_file_without_provenance(tmp_path):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
+from vllm_hook import analyzers
 from vllm_hook.errors import ModelMismatchError, ProgramError, UnsupportedError
+from vllm_hook.results import Observed
 from vllm_hook.runtime.inspection import inspect
 from vllm_hook.runtime.loading import load_program
 from vllm_hook.sites import ModelFacts
@@ -75,6 +77,41 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, facts: ModelFacts | N
         assert part in messages[field][1]
     with pytest.raises(ProgramError, match="11 problems"):
         seen.refuse()
+
+
+RULES = """schema: 1
+name: p
+observe:
+  seen: {site: resid_post, layers: [1], positions: last_prompt}
+act:
+  - {if: seen is large, do: tag}
+  - {if: sen above 1, do: tag}
+  - {if: seen above 1, do: tga}
+  - {if: seen above 1, do: stop}
+  - tag
+"""
+
+
+@pytest.mark.parametrize("facts", [None, FACTS])
+def test_a_malformed_rule_hides_no_other(facts: ModelFacts | None) -> None:
+    seen = inspect(RULES, facts)
+    places = {p.field: p.line for p in [*seen.problems, *seen.unavailable]}
+    assert places == {"act[0].if": 6, "act[1].if": 7, "act[2].do": 8, "act[3].do": 9, "act[3].if": 9,
+                      "act[4]": 10}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["seen is large", "sen above 1"])
+def test_a_wrong_rule_hides_no_edit(rule: str, tmp_path: Path) -> None:
+    save_file({"v": torch.zeros(32)}, tmp_path / "v.safetensors")
+    edit = {
+        "site": "resid_post", "layers": [1], "method": "ablate", "vector": str(tmp_path / "v.safetensors")
+    }  # fmt: skip
+    act = [{"if": rule, "do": "tag"}]
+    assert set(found(program(intervene={"e": edit}, act=act), FACTS)) == {"act[0].if", "intervene.e.vector"}
+
+
+def test_rules_that_are_no_list() -> None:
+    assert set(found(program(observe={"seen": STATE}, act={"if": "seen above 1", "do": "tag"}))) == {"act"}
 
 
 def test_what_refers_to_a_broken_part_is_not_wrong_for_that() -> None:
@@ -215,7 +252,8 @@ def test_files_of_options_lie_beside_the_program(tmp_path: Path, monkeypatch: py
     file = write_probe(tmp_path / "program", 0.5)
     monkeypatch.chdir(tmp_path)
     loaded = load_program(file, FACTS)
-    assert loaded.checked.analyses[0].options == {"probe": str(tmp_path / "program" / "probe.safetensors")}
+    held = loaded.checked.analyses[0].options["probe"]
+    assert held.ref == str(tmp_path / "program" / "probe.safetensors")
     (tmp_path / "program" / "probe.safetensors").unlink()
     assert "no such file" in found(file)["analyze.a.options.probe"]
 
@@ -225,12 +263,60 @@ def test_the_digest_follows_the_files_of_options(tmp_path: Path) -> None:
     assert load_program(write_probe(tmp_path / "b", 0.5, "other.safetensors"), FACTS).digest == first
     assert load_program(write_probe(tmp_path / "a", 0.25), FACTS).digest != first
     both = probing("p.safetensors#x"), probing("p.safetensors#y")
-    save_file({"x": torch.ones(32), "y": torch.zeros(32)}, tmp_path / "p.safetensors")
+    parts = {"x": torch.ones(32), "y": torch.zeros(32)}
+    save_file(
+        {f"{n}.weight": t for n, t in parts.items()} | {f"{n}.bias": torch.zeros(1) for n in parts},
+        tmp_path / "p.safetensors",
+    )
     digests = []
     for text in both:
         (tmp_path / "p.yaml").write_text(text)
         digests.append(load_program(tmp_path / "p.yaml", FACTS).digest)
     assert digests[0] != digests[1]
+
+
+def overwrite(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """In place, as ``cp`` does: what is mapped into memory changes with it."""
+    with file.open("r+b") as f:
+        f.write(save(tensors))
+
+
+def test_a_loaded_program_keeps_the_files_of_its_options_as_they_were(tmp_path: Path) -> None:
+    file = write_probe(tmp_path, 0.5)
+    loaded = load_program(file, FACTS)
+    overwrite(tmp_path / "probe.safetensors", {"weight": torch.zeros(32), "bias": torch.tensor([9.0])})
+    analysis = loaded.checked.analyses[0]
+    analyzer = analyzers.get(analysis.analyzer)
+    options = analyzer.Options.model_validate(dict(analysis.options))  # as is done for every request
+    seen = Observed("resid_post", torch.full((1, 1, 32), 0.01), [0], [1])
+    assert analyzer.score({"seen": seen}, {}, options).value == pytest.approx(
+        float(torch.sigmoid(torch.tensor(0.82)))
+    )
+    assert load_program(file, FACTS).digest != loaded.digest
+
+
+def test_a_loaded_program_keeps_its_tensors_as_they_were(tmp_path: Path) -> None:
+    save_file({"v": torch.ones(32)}, tmp_path / "v.safetensors")
+    edit = {"site": "resid_post", "layers": [1], "method": "add", "vector": str(tmp_path / "v.safetensors")}
+    loaded = load_program(program(intervene={"push": edit}), FACTS)
+    overwrite(tmp_path / "v.safetensors", {"v": torch.zeros(32)})
+    (vector,) = loaded.tensors.values()
+    assert torch.equal(vector, torch.ones(32))
+
+
+def test_an_analyzer_that_reads_its_file_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(analyzers.LinearProbe):
+        class Options(analyzers.AnalyzerOptions):
+            probe: Annotated[str, analyzers.Names("file")]
+
+    monkeypatch.setitem(analyzers.BUILT_IN, "linear_probe", Own)
+    file = write_probe(tmp_path, 0.5)
+    loaded = load_program(file, FACTS)
+    assert loaded.checked.analyses[0].options == {"probe": str(tmp_path / "probe.safetensors")}
+    write_probe(tmp_path, 0.25)
+    assert load_program(file, FACTS).digest != loaded.digest
+    (tmp_path / "probe.safetensors").unlink()
+    assert "No such file" in found(file)["analyze.a.options.probe"]
 
 
 def test_a_server_reads_no_files_for_options(tmp_path: Path) -> None:

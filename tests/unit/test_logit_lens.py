@@ -1,5 +1,7 @@
 """The logit lens by hand, and against Hugging Face's own last step."""
 
+import os
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -67,6 +69,23 @@ def test_analyzer(tmp_path, tiny_dir):
         )
     with pytest.raises(HookError, match="needs 'resid_post'"):
         lines.score({"s": Observed("mlp_out", rows, [7, 8], [0, 1, 3])}, {}, lines.Options(unembedding=file))
+
+
+def test_options_hold_the_file_as_it_was(tmp_path, tiny_dir):
+    file = unembedding.extract(tiny_dir("llama"), tmp_path / "u.safetensors")
+    lines = analyzers.get("logit_lens")
+    options = lines.Options(unembedding=str(file))
+    norm = options.unembedding.content.norm.clone()
+    with file.open("r+b") as f:  # in place: what is mapped into memory changes with it
+        f.seek(-4096, os.SEEK_END)
+        f.write(bytes(4096))
+    before = options.unembedding.content
+    again = lines.Options.model_validate(dict(options)).unembedding
+    assert again.content is before
+    assert torch.equal(before.norm, norm)
+    other = lines.Options(unembedding=str(file)).unembedding
+    assert other.digest != again.digest
+    assert not torch.equal(other.content.unembed, before.unembed)
 
 
 def test_a_file_that_is_none_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Reranking without an engine: prompts, windows, heads, the command, and what a shortened engine takes."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ import vllm_hook
 from vllm_hook import cli, offline
 from vllm_hook.engine import truncate
 from vllm_hook.engine.settings import parse_config
-from vllm_hook.errors import CapacityError, HookError, ProgramError, SpanError, UnsupportedError
+from vllm_hook.errors import CapacityError, HookError, ProgramError, SiteError, SpanError, UnsupportedError
 from vllm_hook.program.load import load
 from vllm_hook.rerank import Ranked, engine, make_prompt, program, read_heads, rerank, spread
 
@@ -152,6 +153,29 @@ def test_programs_of_other_heads_have_other_names():
 
 
 # -- command ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What would be given to an engine, instead of starting one."""
+    calls = []
+    monkeypatch.setattr("vllm_hook.llm.HookLLM", lambda model, **given: calls.append(given))
+    return calls
+
+
+@pytest.mark.parametrize("heads", [[(4, 0)], "3-3,2-4", [(1, 1), (9, 9)]])
+def test_a_head_outside_the_model_starts_no_engine(tiny_dir, started, heads):
+    environment = dict(os.environ)
+    with pytest.raises(SiteError, match=r"heads: the model has no head .*layers are 0 to 3, .*heads 0 to 3"):
+        engine(str(tiny_dir("llama")), heads)
+    assert not started
+    assert dict(os.environ) == environment
+
+
+@pytest.mark.parametrize(("model", "more"), [("no/such", {}), (None, {"hf_overrides": {}})])
+def test_heads_of_a_model_that_is_not_known_are_left_to_vllm(tiny_dir, started, model, more):
+    engine(model or str(tiny_dir("llama")), [(40, 0)], **more)
+    assert started[0]["layers_up_to"] == 41
 
 
 @pytest.fixture

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import cast
+from typing import Any, cast
+
+from pydantic import BaseModel, ValidationError
 
 from ..errors import ProgramError
+from ..program._problems import problems_of
 from ..suggest import unknown
 from .attention_tracker import AttentionTracker
-from .base import Analyzer, AnalyzerOptions, Names, SpanName, Spans, named_by
+from .base import Analyzer, AnalyzerOptions, Held, Names, SpanName, Spans, holding, named_by
 from .core_reranker import CoreReranker
 from .hidden_states import HiddenStates
 from .linear_probe import LinearProbe
@@ -37,6 +41,7 @@ __all__ = [
     "AnalyzerOptions",
     "AttentionTracker",
     "CoreReranker",
+    "Held",
     "HiddenStates",
     "LinearProbe",
     "LogitLens",
@@ -47,9 +52,11 @@ __all__ = [
     "SpanName",
     "Spans",
     "get",
+    "holding",
     "misfit",
     "named_by",
     "names",
+    "read_options",
 ]
 
 
@@ -81,6 +88,15 @@ def get(name: str) -> Analyzer:
     if not isinstance(found, type) or not all(hasattr(found, part) for part in ("name", "Options", "score")):
         raise ProgramError("analyzers", f"{entry.value} is no analyzer class with name, Options and score")
     return cast(Analyzer, found())
+
+
+def read_options(analyzer: Analyzer, options: Mapping[str, Any]) -> BaseModel:
+    """Options given by hand. ProgramError names the analyzer and each option that is wrong."""
+    try:
+        return analyzer.Options.model_validate(dict(options))
+    except ValidationError as error:
+        found = problems_of(error, options, analyzer.Options)
+        raise ProgramError(f"analyzer {analyzer.name!r}", found) from None
 
 
 @cache  # a look-up reads the metadata of every installed package: 5 ms, and every request needs it

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import Field, InstanceOf
 
 from ..errors import HookError, IncompleteCaptureError, ProgramError
-from ..program._types import fail
 from ..results import Observed
 from ..sites import SITES
-from ..tensors import read_tensors
-from .base import Names
+from ..tensors import Probe, digest_tensors, read_probe, read_vector
+from .base import Held, Names, holding
 
 #: How the numbers of several positions become one.
 Over = Literal["max", "min", "mean", "last"]
 Bound = Annotated[float, Field(allow_inf_nan=False)]
 ROW_SITES = tuple(name for name, site in SITES.items() if site.kind != "attention")
 STREAM_SITES = tuple(name for name, site in SITES.items() if site.kind == "stream")
+Content = TypeVar("Content")
 
 
 def single(observations: Mapping[str, Observed], analyzer: str, sites: Sequence[str]) -> tuple[str, Observed]:
@@ -40,11 +39,11 @@ def single(observations: Mapping[str, Observed], analyzer: str, sites: Sequence[
 def read_rows(
     values: torch.Tensor,
     reduced: bool,
-    file: str | None,
+    file: Held[Content] | None,
     said: str,
     option: str,
     reduction: str,
-    apply: Callable[[torch.Tensor, str], torch.Tensor],
+    apply: Callable[[torch.Tensor, Held[Content]], torch.Tensor],
 ) -> torch.Tensor:
     """One number a row: the observation's own, if it is ``reduced``, else ``apply(rows, file)``. HookError,
     which begins with ``said``, if the file of ``option`` is missing or too much."""
@@ -79,27 +78,22 @@ def flag(value: float, above: float | None, below: float | None) -> bool | None:
 # -- files ----------------------------------------------------------------------------------------
 
 
-def tensors_of(ref: str) -> dict[str, torch.Tensor]:
-    """Tensors of the file of ``file`` or ``file#tensor``; read again only when the file changes."""
-    path = Path(ref.partition("#")[0]).absolute()
-    if not path.is_file():
-        raise ProgramError(str(path), "is a directory" if path.is_dir() else "no such file")
-    stat = path.stat()
-    return _read(str(path), stat.st_mtime_ns, stat.st_size)
+def _vector(ref: str) -> tuple[torch.Tensor, str]:
+    vector = read_vector(ref, Path.cwd(), None)
+    return vector, digest_tensors({"": vector})
 
 
-@lru_cache(maxsize=8)
-def _read(path: str, modified: int, size: int) -> dict[str, torch.Tensor]:
-    return read_tensors(path, Path("/"))
+def _probe(ref: str) -> tuple[Probe, str]:
+    probe = read_probe(ref, Path.cwd(), None)
+    return probe, digest_tensors(probe.tensors())
 
 
-def _readable(ref: str) -> str:
-    try:
-        tensors_of(ref)
-    except ProgramError as error:
-        raise fail(str(error)) from None
-    return ref
+#: Files that an option names: ``file`` or ``file#tensor``, absolute or relative to the working directory.
+VectorFile = Annotated[InstanceOf[Held[torch.Tensor]], holding(_vector), Names("file")]
+ProbeFile = Annotated[InstanceOf[Held[Probe]], holding(_probe), Names("file")]
 
 
-#: A file that an option names: ``file`` or ``file#tensor``, absolute or relative to the working directory.
-OptionFile = Annotated[str, AfterValidator(_readable), Names("file")]
+def check_width(held: Held[Any], tensor: torch.Tensor, width: int) -> None:
+    """ProgramError: the tensor of a file is not as wide as the rows."""
+    if len(tensor) != width:
+        raise ProgramError(held.ref, f"has shape [{len(tensor)}]; [{width}] is needed")

@@ -1,17 +1,21 @@
 """What an analyzer is: observations in, one :class:`~vllm_hook.results.Score` out.
 
-Analyzers touch no device; they see host tensors only, and read no file but those that their options
-name. A package adds its own through the entry-point group ``vllm_hook.analyzers``.
+Analyzers touch no device and read no file: they see host tensors only, and what the files that their
+options name held when the options were read. A package adds its own through the entry-point group
+``vllm_hook.analyzers``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
+from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from ..errors import ProgramError
+from ..program._types import fail
 from ..results import Observed, Score
 
 #: Half-open ranges of token positions; a span name may stand for several.
@@ -27,6 +31,39 @@ class Names:
 
 
 SpanName = Annotated[str, Names("span")]
+
+Content = TypeVar("Content")
+
+
+@dataclass(frozen=True)
+class Held(Generic[Content]):
+    """What the file of an option held when the option was read. A program keeps it while it is loaded, so
+    that a file that changes afterwards changes no score.
+
+    ``ref``: ``file`` or ``file#tensor``, absolute in a program; ``digest``: sha256 of the content.
+    """
+
+    ref: str
+    digest: str
+    content: Content = dataclasses.field(repr=False, compare=False)
+
+
+def holding(read: Callable[[str], tuple[Content, str]]) -> BeforeValidator:
+    """For an option ``Annotated[InstanceOf[Held[X]], holding(read), Names("file")]``: a file is read when the
+    option is; what is held already is kept. ``read`` gives content and digest, or raises ProgramError."""
+
+    def hold(value: Any) -> Any:
+        if isinstance(value, Held):
+            return value
+        if not isinstance(value, str):
+            raise fail(f"names no file: {value!r:.80}")
+        try:
+            content, digest = read(value)
+        except ProgramError as error:
+            raise fail(str(error)) from None
+        return Held(value, digest, content)
+
+    return BeforeValidator(hold)
 
 
 def named_by(

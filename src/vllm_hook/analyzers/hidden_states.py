@@ -8,7 +8,6 @@ times that of others): ``skip_first`` leaves position 0 out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,8 +17,7 @@ from ..errors import HookError
 from ..ops import reference
 from ..program._types import fail
 from ..results import Observed, Score
-from ..tensors import read_vector
-from ._common import ROW_SITES, Bound, OptionFile, flag, single
+from ._common import ROW_SITES, Bound, VectorFile, check_width, flag, single
 from .base import AnalyzerOptions, Spans
 
 
@@ -33,7 +31,7 @@ class HiddenStates:
         """``reference``: the vector for ``cosine``. Flagged by ``above`` and ``below`` on ``value``."""
 
         measure: Literal["none", "mean", "norm", "cosine"] = "none"
-        reference: OptionFile | None = None
+        reference: VectorFile | None = None
         skip_first: bool = False
         above: Bound | None = None
         below: Bound | None = None
@@ -74,6 +72,7 @@ def measure(rows: torch.Tensor, options: HiddenStates.Options) -> tuple[float, d
         each = rows.norm(dim=-1)
     else:
         assert options.reference is not None
-        each = reference.cosine(rows, read_vector(options.reference, Path.cwd(), rows.shape[-1]))
+        check_width(options.reference, options.reference.content, rows.shape[-1])
+        each = reference.cosine(rows, options.reference.content)
     per_layer = each.double().mean(1)
     return float(per_layer.mean()), {"per_layer": per_layer.tolist(), "rows": each.tolist()}

@@ -13,7 +13,6 @@ which a linear probe lacks); truth of a statement, at its last token (Marks and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 import torch
@@ -22,9 +21,9 @@ from pydantic import Field
 from ..errors import HookError
 from ..ops import reference
 from ..results import Observed, Score
-from ..tensors import read_probe
-from ._common import STREAM_SITES, OptionFile, Over, aggregate, read_rows, single
-from .base import AnalyzerOptions, Spans
+from ..tensors import Probe
+from ._common import STREAM_SITES, Over, ProbeFile, aggregate, check_width, read_rows, single
+from .base import AnalyzerOptions, Held, Spans
 
 
 def probabilities(logits: torch.Tensor) -> torch.Tensor:
@@ -42,7 +41,7 @@ class LinearProbe:
         """``probe`` (``weight``, ``bias``, optionally ``mean``, ``scale``): only for observations that keep
         whole rows. Flagged if ``value`` is above ``threshold``."""
 
-        probe: OptionFile | None = None
+        probe: ProbeFile | None = None
         threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
         over: Over = "max"
 
@@ -68,7 +67,8 @@ class LinearProbe:
         )
 
 
-def apply_probe(rows: torch.Tensor, file: str) -> torch.Tensor:
-    """Raw logits ``[positions]`` of ``rows`` [positions, d] by the probe in ``file``."""
-    p = read_probe(file, Path.cwd(), rows.shape[-1])
+def apply_probe(rows: torch.Tensor, file: Held[Probe]) -> torch.Tensor:
+    """Raw logits ``[positions]`` of ``rows`` [positions, d] by the probe of ``file``."""
+    p = file.content
+    check_width(file, p.weight, rows.shape[-1])
     return reference.probe(rows, p.weight, torch.tensor([p.bias]), p.mean, p.scale)

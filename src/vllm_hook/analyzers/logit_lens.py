@@ -9,46 +9,40 @@ Shapes: L layers, P positions, d width, V vocabulary.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import Field, InstanceOf
 
 from .. import unembedding
 from ..errors import HookError, ProgramError
-from ..program._types import fail
 from ..results import Observed, Score
+from ..tensors import digest_tensors
 from ..unembedding import Unembedding
 from ._common import single
-from .base import AnalyzerOptions, Names, Spans
+from .base import AnalyzerOptions, Held, Names, Spans, holding
 
 #: Rows whose logits are held at a time.
 ROWS = 64
 
 
-def read(path: str) -> Unembedding:
-    """The file's content, kept while the file stays as it is: it is large, and every request needs it."""
-    full = Path(path).absolute()
-    if not full.is_file():
-        raise ProgramError(str(full), "no such file")
-    stat = full.stat()
-    return _read(str(full), stat.st_mtime_ns, stat.st_size)
+def _read(ref: str) -> tuple[Unembedding, str]:
+    """A file's content and digest."""
+    file = Path(ref).absolute()
+    if not file.is_file():
+        raise ProgramError(str(file), "no such file")
+    lens = unembedding.read(file)
+    numbers = torch.tensor([lens.eps, lens.divide, lens.soft_cap or 0.0], dtype=torch.float64)
+    texts = torch.frombuffer(bytearray(json.dumps(list(lens.tokens)).encode()), dtype=torch.uint8)
+    named = {"norm": lens.norm, "unembed": lens.unembed, "norm_bias": lens.norm_bias}
+    tensors = {name: t for name, t in named.items() if t is not None}
+    return lens, digest_tensors({**tensors, "numbers": numbers, "tokens": texts})
 
 
-@lru_cache(maxsize=1)
-def _read(path: str, modified: int, size: int) -> Unembedding:
-    return unembedding.read(path)
-
-
-def _readable(path: str) -> str:
-    try:
-        read(path)
-    except ProgramError as error:
-        raise fail(str(error)) from None
-    return path
+UnembeddingFile = Annotated[InstanceOf[Held[Unembedding]], holding(_read), Names("file")]
 
 
 def top_tokens(states: torch.Tensor, lens: Unembedding, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +69,7 @@ class LogitLens:
     class Options(AnalyzerOptions):
         """``unembedding``: the file; ``top``: how many tokens a layer."""
 
-        unembedding: Annotated[str, AfterValidator(_readable), Names("file")]
+        unembedding: UnembeddingFile
         top: Annotated[int, Field(ge=1, le=100)] = 5
 
     def score(self, observations: Mapping[str, Observed], spans: Spans, options: Options) -> Score:
@@ -83,7 +77,7 @@ class LogitLens:
         over positions. ``details``: ``top``, by layer a list for each position of (text, probability,
         token id); ``settled``, that first layer by position."""
         name, seen = single(observations, self.name, self.sites)
-        lens = read(options.unembedding)
+        lens = options.unembedding.content
         if seen.values.dim() != 3 or seen.values.shape[-1] != lens.width:
             shape = list(seen.values.shape)
             raise HookError(f"logit_lens: {name!r} is {shape}, not [layers, positions, {lens.width}]")

@@ -8,16 +8,24 @@ instructions at the last prompt tokens). The projection is taken on the device (
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from ..ops import reference
 from ..results import Observed, Score
-from ..tensors import read_vector
-from ._common import STREAM_SITES, Bound, OptionFile, Over, aggregate, flag, read_rows, single
-from .base import AnalyzerOptions, Spans
+from ._common import (
+    STREAM_SITES,
+    Bound,
+    Over,
+    VectorFile,
+    aggregate,
+    check_width,
+    flag,
+    read_rows,
+    single,
+)
+from .base import AnalyzerOptions, Held, Spans
 
 
 class ProjectionMonitor:
@@ -30,7 +38,7 @@ class ProjectionMonitor:
         """``direction``: only for observations that keep whole rows. Flagged if ``value`` is over
         ``above`` or under ``below``; without either nothing is flagged."""
 
-        direction: OptionFile | None = None
+        direction: VectorFile | None = None
         above: Bound | None = None
         below: Bound | None = None
         over: Over = "mean"
@@ -57,6 +65,7 @@ class ProjectionMonitor:
         )
 
 
-def project(rows: torch.Tensor, file: str) -> torch.Tensor:
-    """``[..., d]`` -> ``[...]`` float32, along the unit vector of the vector in ``file``."""
-    return reference.projection(rows, read_vector(file, Path.cwd(), rows.shape[-1]))
+def project(rows: torch.Tensor, file: Held[torch.Tensor]) -> torch.Tensor:
+    """``[..., d]`` -> ``[...]`` float32, along the unit vector of the vector of ``file``."""
+    check_width(file, file.content, rows.shape[-1])
+    return reference.projection(rows, file.content)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from .records import Source
 from .work import write_atomic
 
 MARK = "# provenance:"
+WRITTEN_BY = "vllm-hook build"
 WIDTH = 108
 
 
@@ -67,7 +68,7 @@ def provenance(
 ) -> dict[str, Any]:
     """What every program says of itself; ``data`` by what it was used for."""
     return {
-        "written_by": f"vllm-hook build {command}",
+        "written_by": f"{WRITTEN_BY} {command}",
         "model": {"id": model.name, "digest": model.digest},
         "data": {use: {"file": source.name, "sha256": source.digest} for use, source in data.items()},
         "method": method,
@@ -83,9 +84,12 @@ def publish(
     tensors: Mapping[str, Tensor] | None = None,
     today: date | None = None,
 ) -> Path:
-    """Write the program (checked first), and before it its tensors; each appears whole or not at all."""
+    """Write the program (checked first), and before it its tensors; each appears whole or not at all.
+
+    Without tensors, those of the program that is overwritten are removed; others of that name are left."""
     text = program_text(title, provenance, program, today or date.today())
     load_text(text, str(output.file), output.file.parent)
+    stale = not tensors and of_one_build(output)
     if tensors:
         contiguous = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
         # One key only: the order of several is not fixed.
@@ -98,7 +102,20 @@ def publish(
         if tensors:
             output.tensors.unlink(missing_ok=True)  # nor tensors without their program
         raise
+    if stale:
+        output.tensors.unlink(missing_ok=True)
     return output.file
+
+
+def of_one_build(output: Output) -> bool:
+    """Whether the program and the tensors beside it were written by one build: both say the same of it."""
+    try:
+        program, tensors = read_provenance(output.file), read_provenance(output.tensors)
+        program.pop("date", None)
+        by_build = str(program.get("written_by")).startswith(WRITTEN_BY)
+        return by_build and json.loads(json.dumps(program)) == tensors
+    except (OSError, ValueError, TypeError, yaml.YAMLError, SafetensorError):
+        return False  # one is missing, or not ours
 
 
 def program_text(title: str, provenance: Mapping[str, Any], program: Mapping[str, Any], today: date) -> str:
@@ -121,18 +138,19 @@ def read_provenance(path: Path) -> dict[str, Any]:
         raise HookError(f"{path}: has no provenance")
     body = []
     for line in lines[lines.index(MARK) + 1 :]:
-        if not line.startswith("#   "):
+        if line != "#" and not line.startswith("#   "):
             break
-        body.append(line.removeprefix("#   "))
+        body.append(line[4:])  # a blank line is written "#"
     return dict(yaml.safe_load("\n".join(body)))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Line feeds in texts are written \\n, not as blank lines."""
+    """Line breaks in texts, those of Unicode too, are written as escapes, not as blank lines."""
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"' if "\n" in value else None)
+    broken = value.splitlines() not in ([], [value])
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"' if broken else None)
 
 
 _Dumper.add_representer(str, _text)

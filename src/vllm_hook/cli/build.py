@@ -290,6 +290,11 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _written(job: Job) -> None:
-    tensors = job.output.tensors
-    beside = f" and {tensors.name}" if tensors.exists() else ""
-    stdout().print(f"written: [bold]{escape(str(job.output.file))}[/bold]{beside}", soft_wrap=True)
+    from ..build.artifact import of_one_build
+
+    tensors, console = job.output.tensors, stdout()
+    beside = f" and {escape(tensors.name)}" if of_one_build(job.output) else ""
+    console.print(f"written: [bold]{escape(str(job.output.file))}[/bold]{beside}", soft_wrap=True)
+    if tensors.exists() and not beside:
+        text = f"{tensors}: was there before and is not of this build; left as it is"
+        console.print(f"[yellow]{escape(text)}[/yellow]", soft_wrap=True)

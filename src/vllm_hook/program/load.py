@@ -33,19 +33,26 @@ SECTIONS = ("spans", "observe", "intervene", "analyze")
 
 @dataclass(frozen=True)
 class SourcedProgram:
-    """A program and where it came from. ``lines`` maps the path of a field to its 1-based line."""
+    """A program and where it came from. ``lines`` maps the path of a field to its 1-based line; ``rules``:
+    where in the file each rule of ``act`` stands, if some were left out."""
 
     program: Program
     source: str
     base_dir: Path
     lines: Mapping[FieldPath, int] = field(default_factory=dict)
+    rules: tuple[int, ...] | None = None
 
     def line(self, path: FieldPath) -> int | None:
         """The line of a field, or of the closest parent that the file has."""
-        return _closest_line(self.lines, path)
+        return _closest_line(self.lines, self._as_written(path))
 
     def problem(self, path: FieldPath, message: str) -> Problem:
-        return Problem(format_path(path), message, self.line(path))
+        return Problem(format_path(self._as_written(path)), message, self.line(path))
+
+    def _as_written(self, path: FieldPath) -> FieldPath:
+        if self.rules is None or len(path) < 2 or path[0] != "act":
+            return path
+        return ("act", self.rules[int(path[1])], *path[2:])
 
 
 @dataclass(frozen=True)
@@ -151,11 +158,12 @@ def _validated(
     found = list(problems or ())
     lost: Mapping[str, frozenset[str] | None] = {}
     program: Program | None = None
+    rules: tuple[int, ...] | None = None
     try:
         program = Program.model_validate(data)
     except ValidationError as error:
         found += problems_of(error, data, Program, lambda path: _closest_line(lines, path))
-        kept, lost = _well_formed(data, [clean_path(e["loc"], data) for e in error.errors()])
+        kept, lost, rules = _well_formed(data, [clean_path(e["loc"], data) for e in error.errors()])
         try:
             program = Program.model_validate(kept)
         except ValidationError:
@@ -163,17 +171,20 @@ def _validated(
     except RecursionError:
         raise ProgramError(source, "is nested too deeply") from None
     found.sort(key=lambda p: p.line or 0)
-    sourced = None if program is None else SourcedProgram(program, source, base_dir, lines)
+    sourced = None if program is None else SourcedProgram(program, source, base_dir, lines, rules)
     return Draft(source, sourced, tuple(found), lost)
 
 
 def _well_formed(
     data: dict[str, Any], wrong: list[FieldPath]
-) -> tuple[dict[str, Any], dict[str, frozenset[str] | None]]:
-    """The data without the entries that hold an error, and what was left out by section."""
+) -> tuple[dict[str, Any], dict[str, frozenset[str] | None], tuple[int, ...] | None]:
+    """The data without the entries that hold an error, what was left out by section, and the indexes of the
+    rules that were kept."""
     kept = {key: dict(value) if key in SECTIONS and isinstance(value, dict) else value
             for key, value in data.items()}  # fmt: skip
     lost: dict[str, set[str] | None] = {}
+    bad = {path[1] for path in wrong if len(path) > 1 and path[0] == "act"}
+    rules = tuple(i for i in range(len(data["act"])) if i not in bad) if bad else None
     for path in wrong:
         if len(path) > 1 and isinstance(kept.get(str(path[0])), dict) and path[0] in SECTIONS:
             section = str(path[0])
@@ -181,15 +192,17 @@ def _well_formed(
             names = lost.setdefault(section, set())
             if names is not None:
                 names.add(str(path[1]))
-        elif path:
+        elif path and not (len(path) > 1 and path[0] == "act"):
             kept.pop(str(path[0]), None)
             if path[0] in SECTIONS:
                 lost[str(path[0])] = None
             elif path[0] not in Program.model_fields:
                 # A section under a misspelt name: what is not there may be what was meant.
                 lost.update({section: None for section in SECTIONS if section not in data})
+    if rules is not None:
+        kept["act"] = [data["act"][i] for i in rules]
     kept = {"schema": 1, "name": "unnamed", **kept}
-    return kept, {section: None if ids is None else frozenset(ids) for section, ids in lost.items()}
+    return kept, {section: None if ids is None else frozenset(ids) for section, ids in lost.items()}, rules
 
 
 def _kind(data: Any) -> str:

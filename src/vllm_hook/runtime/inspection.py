@@ -6,6 +6,7 @@ on its sizes is left out, except against those that the program states.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ValidationError
 
-from ..analyzers import Analyzer, misfit, named_by
+from ..analyzers import Analyzer, Held, misfit, named_by
 from ..analyzers import get as get_analyzer
 from ..errors import ModelMismatchError, Problem, ProgramError, UnsupportedError
 from ..program._problems import problems_of
@@ -27,6 +28,7 @@ from ..tensors import (
     Probe,
     SaeFeatures,
     Store,
+    digest_file,
     file_of,
     read_probe,
     read_sae,
@@ -45,7 +47,8 @@ Path = tuple["str | int", ...]
 class Inspection:
     """What was found. ``checked``: None without a model, or where the program could not be read at all.
 
-    ``tensors`` are keyed by :attr:`TensorUse.key`; ``files``: by field, the files that options name.
+    ``tensors`` are keyed by :attr:`TensorUse.key`; ``files``: by field, the digest of the
+    content of each file that an option names.
     ``unavailable``: what the contract has and this version cannot do yet.
     """
 
@@ -80,7 +83,7 @@ def inspect(
     seen = Inspection(found.source, draft.sourced, found.checked, list(found.problems), found.mismatch)
     if draft.sourced is None:
         return seen
-    sound = not any(p.field.partition(".")[0] not in ("analyze", "act") for p in seen.problems)
+    sound = all(re.split(r"[.[]", p.field)[0] in ("analyze", "act") for p in seen.problems)
     seen.unavailable = _unavailable(draft.sourced)
     options = _check_analyzers(draft, seen, allow_files)
     if seen.checked is not None:
@@ -113,7 +116,7 @@ def _unavailable(sourced: SourcedProgram) -> list[Problem]:
 
 def _check_analyzers(draft: Draft, seen: Inspection, allow_files: bool) -> dict[str, dict[str, Any]]:
     """Whether every analyzer exists, takes its options, and can read what it is to read. The options of
-    each, with files as absolute paths."""
+    each, with files as their content where the analyzer takes it, else as absolute paths."""
     assert draft.sourced is not None
     program, found = draft.sourced.program, {}
     for id, analyze in program.analyze.items():
@@ -138,13 +141,14 @@ def _check_options(
     assert sourced is not None
     analyze = sourced.program.analyze[str(path[1])]
     given = dict(analyze.options)
+    files: dict[Path, str] = {}
     for where, ref in named_by(analyzer.Options, given, "file"):
-        at: Path = (*path, *where)
         if not allow_files:
-            seen.problems.append(sourced.problem(at, "names a file, and files are not read here"))
+            why = "names a file, and files are not read here"
+            seen.problems.append(sourced.problem((*path, *where), why))
             return given
-        seen.files[at] = str(file_of(ref, sourced.base_dir))
-        _replace(given, where, seen.files[at])
+        files[where] = str(file_of(ref, sourced.base_dir))
+        _replace(given, where, files[where])
     try:
         options: BaseModel = analyzer.Options.model_validate(given)
     except ValidationError as error:
@@ -152,10 +156,23 @@ def _check_options(
             error, given, analyzer.Options, lambda at: sourced.line((*path, *at)), prefix=path
         )
         return given
-    for where, ref in named_by(analyzer.Options, options.model_dump(), "span"):
+    for where, ref in named_by(analyzer.Options, dict(options), "span"):
         if problem := _span_problem(draft, analyze.observe, ref):
             seen.problems.append(sourced.problem((*path, *where), problem))
-    return given
+    for at, file in files.items():
+        try:
+            seen.files[path + at] = _content_digest(options, at, file)
+        except OSError as error:
+            seen.problems.append(sourced.problem(path + at, f"{file}: {error.strerror}"))
+    return given | {str(at[0]): getattr(options, str(at[0])) for at in files}
+
+
+def _content_digest(options: BaseModel, where: Path, ref: str) -> str:
+    """Of what the option holds; of the file itself where the analyzer reads it on its own."""
+    value = getattr(options, str(where[0]))
+    if len(where) > 1 and isinstance(value, (list, tuple)):
+        value = value[int(where[1])]
+    return value.digest if isinstance(value, Held) else digest_file(ref)
 
 
 def _replace(options: dict[str, Any], where: Path, value: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from ..program.check import CheckedProgram, needs, tensor_uses
 from ..program.load import Source
 from ..sites import Armed, ModelFacts
-from ..tensors import Store, digest_file, digest_tensors
+from ..tensors import Store, digest_tensors
 from .compiled import CompiledEdits
 from .inspection import Inspection, Loaded, inspect
 
@@ -61,7 +61,7 @@ def _digest(found: Inspection) -> str:
     assert found.checked is not None
     document = found.checked.program.to_dict()
     contents = {use.path: _content_digest(found.tensors[use.key]) for use in tensor_uses(found.checked)}
-    contents |= {path: digest_file(ref) for path, ref in found.files.items()}
+    contents |= found.files
     for path, content in contents.items():
         holder: Any = document
         for part in path[:-1]:
