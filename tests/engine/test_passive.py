@@ -114,10 +114,9 @@ def test_small_rows_of_requests_that_come_and_go(tiny_llama, tiny_reference, use
     """They travel together; requests end at different steps, sample three times, or see other things too."""
     look = {"site": "resid_post", "layers": [1, 3], "positions": "generated"}
     name = use({"n": {**look, "reduce": {"norm": True}}, "all": {**look, "positions": "all"}})
-    few = use({"n": {**look, "positions": {"range": [12, 15]}, "reduce": {"norm": True}}})
-    params = [greedy(3 + i % 7, n=3 if i == 5 else 1) for i in range(20)]
-    for i in (5,):
-        params[i].temperature = 1.0
+    few = use({"n": {**look, "positions": {"generated": [2, 4]}, "reduce": {"norm": True}}})
+    params = [greedy(3 + i % 7) for i in range(20)]
+    params[5] = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6, ignore_eos=True)
     hooks = [few if i % 4 == 3 else False if i % 9 == 8 else name for i in range(20)]
     prompts = token_prompts([4 + i % 8 for i in range(20)], seed=3)
     outs = tiny_llama.generate(prompts, params, hook=hooks, use_tqdm=False)
@@ -130,9 +129,8 @@ def test_small_rows_of_requests_that_come_and_go(tiny_llama, tiny_reference, use
             want = tiny_reference.run(ids)["resid_post"][[1, 3]]
             got = sample.hook.observed["n"]
             first = len(out.prompt_token_ids)
-            positions = (
-                [p for p in (12, 13, 14) if p < len(ids)] if hook == few else [*range(first, len(ids))]
-            )
+            positions = range(first + 2, first + 4) if hook == few else range(first, len(ids))
+            positions = [p for p in positions if p < len(ids)]
             assert got.positions == positions
             torch.testing.assert_close(got.values, want[:, positions].norm(dim=-1), rtol=1e-4, atol=0)
             if hook == name:
