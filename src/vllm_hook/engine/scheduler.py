@@ -110,12 +110,14 @@ class SchedulerHook:
         """Rows leave with the next output of their request, chunks with any: what describes them among
         its transfer parameters, their bytes where a pooling model's result would be, which vLLM does
         not copy."""
-        chunks, sent = self._chunks, False
+        sent = False
         for per_client in outputs.values():
-            for i, output in enumerate(per_client.outputs):
-                rows: Any = self._pending.pop(output.request_id, [])
-                if i == 0:  # each client knows its own requests
-                    rows, sent = [*rows, *chunks], True
+            chunks = self._chunks  # to each client, which knows its own requests
+            for output in per_client.outputs:
+                if output.pooling_output is not None:
+                    continue
+                rows: Any = [*self._pending.pop(output.request_id, []), *chunks]
+                chunks, sent = [], True
                 if not rows:
                     continue
                 if not self._local:

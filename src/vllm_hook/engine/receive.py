@@ -1,0 +1,149 @@
+"""The front end's side of results: rows that come with the engine's outputs, and where they end up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import FinishReason
+
+from .. import wire
+from ..runtime.requests import PAYLOAD_KEY
+from ..runtime.rows import Blocks, Chunk, Record
+from .output import Collector, Context
+
+
+class Payload(dict):
+    """The resolved form of a request as plain data. Within the front end it also carries its context,
+    and what is held for it until all of its samples have ended; serializers see a dict."""
+
+    context: Context
+    release: Callable[[], Any]
+    samples: int
+
+    def ended(self) -> None:
+        """One sample has ended. (Garbage collection would release as well, but late.)"""
+        self.samples -= 1
+        if self.samples == 0:
+            self.release()
+
+
+class Receiver:
+    """Wraps one engine's output processor. ``end_of``: below which positions a request's rows lie."""
+
+    def __init__(self, outputs: Any, end_of: Callable[[Context, SamplingParams], int]) -> None:
+        self._outputs, self._end_of = outputs, end_of
+        self._blocks = Blocks()
+        self._running: dict[str, Payload] = {}
+        self._add_request = outputs.add_request
+        self._process_outputs = outputs.process_outputs
+        self._abort_requests = outputs.abort_requests
+        outputs.add_request = self.add_request
+        outputs.process_outputs = self.process_outputs
+        outputs.abort_requests = self.abort_requests
+        _extend_outputs()
+
+    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        out = self._add_request(request, *args, **kwargs)
+        params = request.sampling_params
+        data = (params.extra_args or {}).get(PAYLOAD_KEY) if params is not None else None
+        if data is not None:
+            collector = Collector(data.context, self._end_of(data.context, params))
+            _observe_state(self._outputs.request_states[request.request_id], collector)
+            self._running[request.request_id] = data
+        return out
+
+    def abort_requests(self, *args: Any, **kwargs: Any) -> Any:
+        aborted = self._abort_requests(*args, **kwargs)
+        self._ended(aborted)
+        return aborted
+
+    def _ended(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self._running and request_id not in self._outputs.request_states:
+                self._running.pop(request_id).ended()
+
+    def _share(self, chunks: Sequence[Chunk]) -> None:
+        """Rows of many requests: each is told once in which block its own will be."""
+        for block in self._blocks.add(chunks) if chunks else ():
+            for member, (req_id, _) in enumerate(block.members):
+                state = self._outputs.request_states.get(req_id)
+                if state is not None:  # else it ended, or is another front end's
+                    state._vllm_hook.join(block, member)
+
+    def process_outputs(self, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for output in engine_core_outputs:
+            extra = output.kv_transfer_params
+            if extra is None or PAYLOAD_KEY not in extra:
+                continue
+            rows = _received(extra[PAYLOAD_KEY], output.pooling_output)
+            output.pooling_output = None
+            rest = {key: value for key, value in extra.items() if key != PAYLOAD_KEY}
+            output.kv_transfer_params = rest or None
+            self._share([r for r in rows if isinstance(r, Chunk)])
+            own = [r for r in rows if not isinstance(r, Chunk)]
+            state = self._outputs.request_states.get(output.request_id)
+            if own and state is not None:
+                state._vllm_hook.add(own)
+        out = self._process_outputs(engine_core_outputs, *args, **kwargs)
+        self._ended([output.request_id for output in engine_core_outputs])
+        return out
+
+
+def _received(rows: list[Any], payload: Tensor | None) -> list[Record | Chunk | str]:
+    """Rows of an output, from an engine in this process (no payload) or in another."""
+    if payload is None:
+        return rows
+    return [r if isinstance(r, str) else _rows(*r) for r in wire.unpack(rows, payload)]
+
+
+def _rows(key: Any, positions: np.ndarray, values: Tensor) -> Record | Chunk:
+    if isinstance(key, int):
+        return Record(key, positions, values, alone=True)
+    return Chunk(tuple((req_id, index) for req_id, index in key), positions, values)
+
+
+def _observe_state(state: Any, collector: Collector) -> None:
+    """Make one request's state put the result on its last output."""
+    new_completion, new_request = state._new_completion_output, state._new_request_output
+    state._vllm_hook = collector
+
+    def _new_completion_output(token_ids: Any, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
+        output = new_completion(token_ids, finish_reason, *args, **kwargs)
+        if finish_reason is not None:
+            kept = state.detokenizer.output_token_ids
+            output.hook = collector.finish(kept, aborted=finish_reason == FinishReason.ABORT)
+        return output
+
+    def _new_request_output(external_req_id: str, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        output = new_request(external_req_id, outputs, *args, **kwargs)
+        output.hook = next((o.hook for o in outputs if o.hook is not None), None)
+        return output
+
+    state._new_completion_output = _new_completion_output
+    state._new_request_output = _new_request_output
+
+
+def _extend_outputs() -> None:
+    """Give vLLM's output classes a ``hook`` (None by default) that survives the merging of stream chunks."""
+    if hasattr(RequestOutput, "hook"):
+        return
+    RequestOutput.hook = None
+    CompletionOutput.hook = None
+    add = RequestOutput.add
+
+    def add_with_hook(self: Any, next_output: Any, aggregate: bool) -> None:
+        add(self, next_output, aggregate)
+        if next_output.hook is None:
+            return
+        self.hook = next_output.hook
+        for later in next_output.outputs:
+            for mine in self.outputs:
+                if mine.index == later.index and later.hook is not None:
+                    mine.hook = later.hook
+
+    RequestOutput.add = add_with_hook
