@@ -149,7 +149,7 @@ def test_set_and_spans_without_a_program_are_refused(llm):
 def test_fields_that_are_not_available_and_numbers_out_of_range_name_the_field(llm, vectors):
     before = {"schema": 1, "name": "b", "observe": {"h": {**STREAM, "positions": "all", "before": True}}}
     with pytest.raises(
-        UnsupportedError, match=r"observe\.h\.before .* rows are read after the edits at their site"
+        UnsupportedError, match=r"observe\.h\.before: .* rows are read after the edits at their site"
     ):
         llm.load_program(before)
     big = {"schema": 1, "name": "t", "observe": {"h": {**STREAM, "positions": {"token_ids": [2**70]}}}}

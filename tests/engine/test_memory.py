@@ -86,17 +86,17 @@ def test_resident_size_after_2000_requests_is_that_after_200(llm):
 
 
 def test_results_and_collectors_go_with_their_outputs(llm, monkeypatch):
-    from vllm_hook.engine import frontend
+    from vllm_hook.engine import receive
 
     seen = []
-    real = frontend.Collector
+    real = receive.Collector
 
-    def recording(context):
-        collector = real(context)
+    def recording(context, end):
+        collector = real(context, end)
         seen.extend([weakref.ref(collector), weakref.ref(context)])
         return collector
 
-    monkeypatch.setattr(frontend, "Collector", recording)
+    monkeypatch.setattr(receive, "Collector", recording)
     outs = observe(llm, 20)
     results = [weakref.ref(o.hook) for o in outs]
     assert len(seen) == 40

@@ -48,13 +48,14 @@ class Receiver:
         _extend_outputs()
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        out = self._add_request(request, *args, **kwargs)
         params = request.sampling_params
         data = (params.extra_args or {}).get(PAYLOAD_KEY) if params is not None else None
-        if data is not None:
-            collector = Collector(data.context, self._end_of(data.context, params))
-            _observe_state(self._outputs.request_states[request.request_id], collector)
-            self._running[request.request_id] = data
+        if data is None:
+            return self._add_request(request, *args, **kwargs)
+        collector = Collector(data.context, self._end_of(data.context, params))  # if it fails, nobody waits
+        out = self._add_request(request, *args, **kwargs)
+        _observe_state(self._outputs.request_states[request.request_id], collector)
+        self._running[request.request_id] = data
         return out
 
     def abort_requests(self, *args: Any, **kwargs: Any) -> Any:
