@@ -25,8 +25,9 @@ from .rows import Chunk, Record
 from .shard import Shard
 from .transfer import Transfer
 
-#: Rows of at most this many bytes travel together with those of other requests.
-SMALL_ROW = 4096
+#: Rows of at most this many bytes travel together with those of other requests. A request keeps the
+#: rows of its neighbours until it ends, so this is not for large ones.
+SMALL_ROW = 512
 
 
 @dataclass(frozen=True)
