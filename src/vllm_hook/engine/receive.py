@@ -104,8 +104,9 @@ def _received(rows: list[Any], payload: Tensor | None) -> list[Record | Chunk | 
 
 def _rows(key: Any, positions: np.ndarray, values: Tensor) -> Record | Chunk:
     if isinstance(key, int):
-        return Record(key, positions, values, alone=True)
-    return Chunk(tuple((req_id, index) for req_id, index in key), positions, values)
+        return Record(key, positions, values)
+    # Small, and the payload may hold a large record besides.
+    return Chunk(tuple((req_id, index) for req_id, index in key), positions, values.clone())
 
 
 def _observe_state(state: Any, collector: Collector) -> None:

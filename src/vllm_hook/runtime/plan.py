@@ -120,6 +120,8 @@ def _steady(view: BatchView, states: Mapping[str, RequestState]) -> float:
         first = view.first[i]
         if view.starts[i + 1] - view.starts[i] != 1 or first < state.skip_below:
             return 0
+        if first < state.prompt:  # the next step is the first that decodes
+            return 0
         for watch in state.watches:
             for a, b in watch.rows:
                 if a > first:

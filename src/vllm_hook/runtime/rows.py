@@ -69,7 +69,12 @@ class Block:
             self._positions.clear()
             self._values.clear()
         positions, values = self._whole
-        return Record(self.members[i][1], positions[:, i], values[:, i].movedim(0, 1).contiguous(), True)
+        return Record(
+            self.members[i][1],
+            positions[:, i],
+            values[:, i].movedim(0, 1).clone(memory_format=torch.contiguous_format),
+            True,
+        )
 
 
 class Blocks:
