@@ -14,6 +14,7 @@ from vllm_hook.engine.output import assemble
 from vllm_hook.errors import CapacityError
 from vllm_hook.ops.edit import HEADER_SIZE, RECORD_SIZE
 from vllm_hook.program.resolve import ResolvedObservation, union
+from vllm_hook.runtime import rows as rows_module
 from vllm_hook.runtime.buffers import SiteBank, site_bytes, tap_sites
 from vllm_hook.runtime.collect import collect, split
 from vllm_hook.runtime.edit_bank import EditBank
@@ -71,16 +72,22 @@ class FakeEngine:
 
     def receive(self, records, chunks):
         """As the front end does."""
-        for block in self.blocks.add(chunks) if chunks else ():
+        new, over = self.blocks.add(chunks) if chunks else ([], [])
+        for block in new:
             for member, (req, _) in enumerate(block.members):
                 self.joined.setdefault(int(req), []).append((block, member))
+        for block in over:
+            for req, _ in block.members:
+                self.flush(int(req), block)
         for req, own in records.items():
             self.flush(int(req))
             self.rows.setdefault(int(req), []).extend(own)
 
-    def flush(self, req):
-        for block, member in self.joined.pop(req, []):
-            self.rows.setdefault(req, []).append(block.record(member))
+    def flush(self, req, only=None):
+        for entry in list(self.joined.get(req, [])):
+            if only in (None, entry[0]):
+                self.joined[req].remove(entry)
+                self.rows.setdefault(req, []).append(entry[0].record(entry[1]))
 
     def step(self, batch):
         """``batch``: (request, first position, number of rows)."""
@@ -222,6 +229,22 @@ def test_rows_of_many_requests_travel_together():
     engine.step([(r, 7, 1) for r in (2, 0)])
     engine.step([(2, 8, 1), (0, 8, 1), (1, 6, 1)])
     check(engine, watches, {0: 9, 1: 7, 2: 9})
+
+
+def test_nobody_keeps_the_rows_of_neighbours_for_long(monkeypatch):
+    """Blocks are handed out when they are full, or when who shares them changes; each row is its owner's."""
+    monkeypatch.setattr(rows_module, "BLOCK_STEPS", 4)
+    engine, watches = decoding(3, lane=Lane("resid_pre", (1,), reduce=("norm",)))
+    for at in range(3, 12):
+        engine.step([(r, at, 1) for r in range(3)])
+        assert all(len(block._values) < 4 for own in engine.joined.values() for block, _ in own)
+    for at in range(12, 15):
+        engine.step([(0, at, 1), (2, at, 1)])
+        assert all(len(block.members) == 2 for r in (0, 2) for block, _ in engine.joined[r])
+    check(engine, watches, {0: 15, 1: 12, 2: 15})
+    for records in engine.rows.values():
+        for record in records[1:]:  # the first came in the prompt
+            assert record.values.untyped_storage().nbytes() == record.values.numel() * 4
 
 
 def test_what_was_run_in_moved_steps_is_known_after_a_preemption():

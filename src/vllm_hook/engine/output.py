@@ -69,18 +69,24 @@ class Collector:
             if isinstance(record, str):
                 self.failures.append(record)
                 continue
-            self._from_blocks()
+            self._from_blocks(record.index)
             self._put(record)
 
     def join(self, block: Block, member: int) -> None:
         """Rows of this request will be in a block that it shares."""
         self.blocks.append((block, member))
 
-    def _from_blocks(self) -> None:
-        """Take over what came so far: of a position that was run twice the last row counts."""
-        for block, member in self.blocks:
-            self._put(block.record(member))
-        self.blocks.clear()
+    def leave(self, block: Block) -> None:
+        """Take the rows of this request from a block that is full or over."""
+        for entry in [e for e in self.blocks if e[0] is block]:
+            self.blocks.remove(entry)
+            self._put(block.record(entry[1]))
+
+    def _from_blocks(self, index: int | None = None) -> None:
+        """Take over what came so far, of one observation or all: of a position that was run twice the last
+        row counts."""
+        for block in {id(b): b for b, i in self.blocks if index in (None, b.members[i][1])}.values():
+            self.leave(block)
 
     def _put(self, record: Record) -> None:
         index = record.index

@@ -69,12 +69,20 @@ class Receiver:
                 self._running.pop(request_id).ended()
 
     def _share(self, chunks: Sequence[Chunk]) -> None:
-        """Rows of many requests: each is told once in which block its own will be."""
-        for block in self._blocks.add(chunks) if chunks else ():
+        """Rows of many requests: each is told once in which block its own will be, and given them when
+        that is over. What ended, or is another front end's, is passed over."""
+        if not chunks:
+            return
+        new, over = self._blocks.add(chunks)
+        states = self._outputs.request_states
+        for block in new:
             for member, (req_id, _) in enumerate(block.members):
-                state = self._outputs.request_states.get(req_id)
-                if state is not None:  # else it ended, or is another front end's
-                    state._vllm_hook.join(block, member)
+                if req_id in states:
+                    states[req_id]._vllm_hook.join(block, member)
+        for block in over:
+            for req_id in dict.fromkeys(req_id for req_id, _ in block.members):
+                if req_id in states:
+                    states[req_id]._vllm_hook.leave(block)
 
     def process_outputs(self, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         for output in engine_core_outputs:

@@ -47,6 +47,10 @@ class Chunk:
     values: Tensor
 
 
+#: Steps after which the members of a block are given their rows: none keeps the others' for long.
+BLOCK_STEPS = 64
+
+
 class Block:
     """Chunks of successive steps with the same members: what a step costs does not grow with them."""
 
@@ -60,6 +64,7 @@ class Block:
     def add(self, chunk: Chunk) -> None:
         self._positions.append(chunk.positions)
         self._values.append(chunk.values)
+        self.closed = len(self._values) == BLOCK_STEPS
 
     def record(self, i: int) -> Record:
         """All rows of the i-th member. Nothing is added afterwards."""
@@ -69,12 +74,8 @@ class Block:
             self._positions.clear()
             self._values.clear()
         positions, values = self._whole
-        return Record(
-            self.members[i][1],
-            positions[:, i],
-            values[:, i].movedim(0, 1).clone(memory_format=torch.contiguous_format),
-            True,
-        )
+        own = values[:, i].movedim(0, 1).clone(memory_format=torch.contiguous_format)
+        return Record(self.members[i][1], positions[:, i], own, alone=True)
 
 
 class Blocks:
@@ -83,18 +84,23 @@ class Blocks:
     def __init__(self) -> None:
         self._open: dict[tuple[tuple[str, int], ...], Block] = {}
 
-    def add(self, chunks: Sequence[Chunk]) -> list[Block]:
-        """Take the chunks of a step; blocks that are new."""
-        still, new = {}, []
+    def add(self, chunks: Sequence[Chunk]) -> tuple[list[Block], list[Block]]:
+        """Take the chunks of a step. Blocks that are new, and those that nothing will be added to."""
+        before, self._open = self._open, {}
+        new, over = [], []
         for chunk in chunks:
-            block = self._open.get(chunk.members)
+            block = before.get(chunk.members)
             if block is None or block.closed:
                 block = Block(chunk.members)
                 new.append(block)
+            else:
+                del before[chunk.members]
             block.add(chunk)
-            still[chunk.members] = block
-        self._open = still
-        return new
+            if block.closed:
+                over.append(block)
+            else:
+                self._open[chunk.members] = block
+        return new, [*before.values(), *over]
 
 
 def in_line(records: Sequence[Record | Chunk | str]) -> list[Record | Chunk | str]:
