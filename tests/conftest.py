@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -78,6 +79,17 @@ def hook_llm(model: str | Path, **kwargs: Any) -> Iterator[Any]:
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands set defaults in the environment: here in a copy."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
+
+
+@pytest.fixture
+def build(
+    tmp_path: Path, tiny_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """``build(command, out, ..)`` on the tiny Llama, with the command's own data or other rows."""
+    from builds import run_build
+
+    monkeypatch.chdir(tmp_path)
+    return partial(run_build, tmp_path, tiny_dir("llama"))
 
 
 @pytest.fixture(scope="session")

@@ -6,21 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 
 import pytest
 
-from builds import COMMANDS, INJECTIONS, LABELLED, PAIRS, run_build, write_rows
+from builds import COMMANDS, INJECTIONS, LABELLED, PAIRS, write_rows
 
 pytest.importorskip("sklearn")
 pytestmark = pytest.mark.usefixtures("own_environment")
-
-
-@pytest.fixture
-def build(tmp_path, tiny_dir, monkeypatch):
-    """``build(command, out, ..)`` on the tiny Llama, with the command's own data or other rows."""
-    monkeypatch.chdir(tmp_path)
-    return partial(run_build, tmp_path, tiny_dir("llama"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)

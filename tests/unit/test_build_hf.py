@@ -1,13 +1,12 @@
 """Whole builds of a tiny model on Hugging Face, through the command line: files, errors, interruptions."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
 import yaml
 
-from builds import COMMANDS, QUERIES, run_build
+from builds import COMMANDS, QUERIES
 from vllm_hook.build import vector
 from vllm_hook.build.artifact import read_provenance
 from vllm_hook.build.on_hf import HfBackend
@@ -19,13 +18,6 @@ from vllm_hook.tensors import read_tensors
 
 pytest.importorskip("sklearn")
 pytestmark = pytest.mark.usefixtures("own_environment")
-
-
-@pytest.fixture
-def build(tmp_path, tiny_dir, monkeypatch):
-    """``build(command, out, ..)`` on the tiny Llama, with the command's own data or other rows."""
-    monkeypatch.chdir(tmp_path)
-    return partial(run_build, tmp_path, tiny_dir("llama"))
 
 
 def facts(folder):

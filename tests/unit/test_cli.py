@@ -16,6 +16,8 @@ from vllm_hook.errors import HookError
 from vllm_hook.program.load import load
 from vllm_hook.results import ById, HookResult, Observed, Score
 
+pytestmark = pytest.mark.usefixtures("own_environment")
+
 GOOD = """\
 schema: 1
 name: guard
@@ -28,12 +30,6 @@ observe:
 analyze:
   injection: {analyzer: attention_tracker, observe: focus}
 """
-
-
-@pytest.fixture(autouse=True)
-def own_environment(monkeypatch):
-    """Commands set defaults in the environment; other tests must not see them."""
-    monkeypatch.setattr(os, "environ", dict(os.environ))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from .. import jsonl
 from ..build.heads import auroc, packaged
@@ -117,4 +118,4 @@ def _mean(values: Sequence[float]) -> float:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    Console(highlight=False, soft_wrap=True).print(markdown(), end="", markup=False)
