@@ -114,6 +114,8 @@ class SchedulerHook:
         for per_client in outputs.values():
             chunks = self._chunks  # to each client, which knows its own requests
             for output in per_client.outputs:
+                if not chunks and not self._pending:
+                    break
                 if output.pooling_output is not None:
                     continue
                 rows: Any = [*self._pending.pop(output.request_id, []), *chunks]
