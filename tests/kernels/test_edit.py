@@ -65,7 +65,7 @@ class Bench:
             attends={},
         )
 
-    def run(self, h: torch.Tensor, residual: torch.Tensor | None) -> int:
+    def run(self, h: torch.Tensor, residual: torch.Tensor | None, addend: torch.Tensor | None = None) -> int:
         taps = None
         if self.taken is not None:
             taps = StepPlan((np.asarray(self.taken, dtype=np.int32),), {PLACE: 0}, ())
@@ -73,7 +73,7 @@ class Bench:
         fired = torch.zeros(1, dtype=torch.int32)
         header = self.area.headers[PLACE]
         library.edit(
-            h, residual, fired, self.area.live, header, self.area.step, self.buf, self.state.tensors()
+            h, residual, addend, fired, self.area.live, header, self.area.step, self.buf, self.state.tensors()
         )
         return int(fired)
 
@@ -205,14 +205,19 @@ def test_a_negative_zero_that_is_not_changed_stays_one() -> None:
     assert bool(torch.signbit(h).all())
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["residual", "split residual"])
 @pytest.mark.parametrize("taken", [[2, 5], [0, 1, 2], [11, 4, 2]], ids=str)
-def test_taps_take_what_edits_left_and_rows_that_are_not_edited(taken: list[int]) -> None:
+def test_taps_take_what_edits_left_and_rows_that_are_not_edited(taken: list[int], split: bool) -> None:
     s = Bench()
     put(s, [[entry(0, 1, a=1.0, b=0.5)]], [(2, 0), (4, 0)])
     s.taken, s.buf = taken, torch.full((8, WIDTH), 7.25)
-    h, residual = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    run(h, residual, s)
-    assert torch.equal(s.buf[: len(taken)], (h + residual)[taken])
+    h, residual, addend = torch.randn(3, ROWS, WIDTH).unbind()
+    before, rest = h.clone(), residual + addend if split else residual
+    s.run(h, residual, addend if split else None)
+    for row in (2, 4):
+        want = reference.edit((before + rest)[row], [as_reference(s, *s.chains[0][0])])
+        torch.testing.assert_close((h + rest)[row], want)
+    assert torch.equal(s.buf[: len(taken)], (h + rest)[taken])
     assert bool((s.buf[len(taken) :] == 7.25).all())
 
 
@@ -282,6 +287,7 @@ def test_opcheck_idle() -> None:
     s = Bench()
     args = (
         torch.randn(ROWS, WIDTH),
+        None,
         None,
         torch.zeros(1, dtype=torch.int32),
         s.area.live,

@@ -37,7 +37,7 @@ def make(width, dtype=torch.float32, *, rows=((0, 3, 7),), table=0, capacity=10)
 
 
 def run(h, residual, s):
-    tap(h, residual, *s.values())
+    tap(h, residual, None, *s.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -101,7 +101,7 @@ def test_opcheck(residual):
     """Schema, fake and dispatch, with an idle site (an active one writes ``buf``, undeclared on purpose)."""
     s = make(4)
     s["live"].zero_()
-    args = (torch.randn(8, 4), torch.randn(8, 4) if residual else None, *s.values())
+    args = (torch.randn(8, 4), torch.randn(8, 4) if residual else None, None, *s.values())
     result = torch.library.opcheck(torch.ops.vllm_hook.tap.default, args, raise_exception=True)
     assert set(result.values()) == {"SUCCESS"}
 

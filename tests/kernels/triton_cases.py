@@ -34,7 +34,7 @@ class DeviceBench(Bench):
         self.state = op.EditState(*[t.to(DEVICE) for t in self.state.tensors()])
         self.area = StepArea(AreaSize({PLACE: ROWS}, frozenset([PLACE]), 64, 16), DEVICE)
 
-    def run(self, h, residual):
+    def run(self, h, residual, addend=None):
         from vllm_hook.runtime.plan import StepPlan
 
         taps = None
@@ -43,7 +43,8 @@ class DeviceBench(Bench):
         self.area.load(taps, self.plan())
         fired = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         header, step = self.area.headers[PLACE], self.area.step
-        launch_site(h, residual, fired, header, step, self.buf, self.state, bool(self.area.live.item() > 1))
+        latched = bool(self.area.live.item() > 1)
+        launch_site(h, residual, addend, fired, header, step, self.buf, self.state, latched)
         return int(fired)
 
 
@@ -77,8 +78,10 @@ def test_random_chains_equal_the_definition(seed):
     s.taken = r.sample(range(ROWS), r.randint(1, ROWS))
     s.buf = torch.full((ROWS, width), 7.25, device=DEVICE)
     h, residual = both(torch.randn(ROWS, width), torch.randn(ROWS, width))
-    before, stream = h.clone(), (h + residual).cpu()
-    assert s.run(h, residual) == 1
+    addend = torch.randn(ROWS, width).to(DEVICE) if seed % 2 else None
+    rest = residual if addend is None else residual + addend
+    before, stream = h.clone(), (h + rest).cpu()
+    assert s.run(h, residual, addend) == 1
     touched = dict(s.rows)
     bank = s.state.bank.cpu()
     for row in range(ROWS):
@@ -87,9 +90,9 @@ def test_random_chains_equal_the_definition(seed):
             continue
         chain = [as_reference(s, *e) for e in s.chains[touched[row]]]
         chain = [type(e)(**{**vars(e), "u": e.u.cpu(), "v": e.v.cpu()}) for e in chain]
-        torch.testing.assert_close((h + residual)[row].cpu(), reference.edit(stream[row], chain), **CLOSE)
+        torch.testing.assert_close((h + rest)[row].cpu(), reference.edit(stream[row], chain), **CLOSE)
     assert bank.shape == (6, width)
-    assert torch.equal(s.buf[: len(s.taken)], (h + residual)[s.taken])
+    assert torch.equal(s.buf[: len(s.taken)], (h + rest)[s.taken])
     assert bool((s.buf[len(s.taken) :] == 7.25).all())
 
 
@@ -201,7 +204,7 @@ def test_attention_equals_the_definition(rule, mass, layout, dtype):
 
 
 def by_kernel(part, h, residual, state, latched):
-    launch_site(h, residual, part.fired, part.site, part.step, part.buf, state, latched)
+    launch_site(h, residual, None, part.fired, part.site, part.step, part.buf, state, latched)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="worlds live on the CPU")

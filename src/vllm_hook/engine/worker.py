@@ -14,6 +14,7 @@ from vllm.distributed import (
 
 from ..errors import UnsupportedError
 from ..runtime.shard import Shard
+from . import graph_pass
 from .runner import RunnerHook
 from .runner_v1 import V1Adapter
 from .runner_v2 import V2Adapter
@@ -53,6 +54,7 @@ def _arm(worker: Any) -> None:
     hook = RunnerHook(settings, runner.get_model(), worker.model_config.dtype, runner.device, tensor_shard())
     (V2Adapter if worker.use_v2_model_runner else V1Adapter)(runner, hook)
     setattr(worker, WORKER_KEY, hook)
+    graph_pass.install(worker.vllm_config)
     warm_up = worker.compile_or_warm_up_model
 
     def compile_or_warm_up_model() -> Any:

@@ -1,18 +1,19 @@
 """The ops that sit in the compiled graph at every armed site, their registration and their fakes.
 
-``vllm_hook::tap(h, residual, fired, live, site, step, buf)`` takes rows of the stream and never
-changes it; ``vllm_hook::edit(h, residual, fired, live, site, step, buf?, state)`` changes rows of
-``h`` in place, and taps what it left. What a site does in a step is written in ``step``, see
+``vllm_hook::tap(h, residual, addend, fired, live, site, step, buf)`` takes rows of the stream and
+never changes it; ``vllm_hook::edit(h, residual, addend, fired, live, site, step, buf?, state)`` changes
+rows of ``h`` in place, and taps what it left. What a site does in a step is written in ``step``, see
 :mod:`vllm_hook.ops.edit`::
 
     for each record of the site:                     # every row at most once
-        x = h[row] (+ residual[row])
+        x = h[row] (+ residual[row] (+ addend[row]))
         evaluate the conditions of the row; apply its edits to h[row]
-        if dst >= 0: buf[dst] = h[row] (+ residual[row])
+        if dst >= 0: buf[dst] = h[row] (+ residual[row] (+ addend[row]))
     fired[0] += 1, if there was anything to do
 
-h, residual: [T, D] (any row stride); fired: int32 [1]; live: int32 [1] on the host; site: int32, the
-site's header, a view of step: int32; buf: [capacity, D].
+h, residual, addend: [T, D] (any row stride); fired: int32 [1]; live: int32 [1] on the host; site: int32,
+the site's header, a view of step: int32; buf: [capacity, D]. ``addend`` is None where sites are traced;
+a graph pass splits a residual that is itself a sum (:mod:`vllm_hook.engine.graph_pass`).
 
 ``live`` is the host's word on whether any site acts in this step. Where Python runs, on CPU and in
 steps without CUDA graphs, an idle step launches nothing at all. While a graph is captured it says
@@ -35,15 +36,15 @@ from torch.library import Library
 from .edit import EditState, run_cpu
 
 #: Part of the compile-cache key. Raise it when the schema or the place of an op changes.
-OPS_VERSION = 3
+OPS_VERSION = 4
 
 _TAP = (
-    "tap(Tensor h, Tensor? residual, Tensor(a!) fired, Tensor live, Tensor site, Tensor step, "
-    "Tensor buf) -> ()"
+    "tap(Tensor h, Tensor? residual, Tensor? addend, Tensor(a!) fired, Tensor live, Tensor site, "
+    "Tensor step, Tensor buf) -> ()"
 )
 _EDIT = (
-    "edit(Tensor(a!) h, Tensor? residual, Tensor(b!) fired, Tensor live, Tensor site, Tensor step, "
-    "Tensor? buf, Tensor[] state) -> ()"
+    "edit(Tensor(a!) h, Tensor? residual, Tensor? addend, Tensor(b!) fired, Tensor live, Tensor site, "
+    "Tensor step, Tensor? buf, Tensor[] state) -> ()"
 )
 
 #: Called right after a tap was launched, by the address of its buffer: lets rows leave for the host
@@ -54,6 +55,7 @@ after_tap: dict[int, Callable[[], None]] = {}
 def _cpu(
     h: Tensor,
     residual: Tensor | None,
+    addend: Tensor | None,
     fired: Tensor,
     live: Tensor,
     site: Tensor,
@@ -62,13 +64,18 @@ def _cpu(
     state: Sequence[Tensor] = (),
 ) -> None:
     """Both ops: ``tap`` has no ``state``."""
-    if live.item() and run_cpu(h, residual, site, step, buf, EditState(*state) if state else None):
+    if not live.item():
+        return
+    if residual is not None and addend is not None:
+        residual = residual.float() + addend.float()
+    if run_cpu(h, residual, site, step, buf, EditState(*state) if state else None):
         fired.add_(1)
 
 
 def _cuda(
     h: Tensor,
     residual: Tensor | None,
+    addend: Tensor | None,
     fired: Tensor,
     live: Tensor,
     site: Tensor,
@@ -81,7 +88,7 @@ def _cuda(
         from .triton_site import launch_site
 
         own = EditState(*state) if state else None
-        launch_site(h, residual, fired, site, step, buf, own, latched=mode > 1)
+        launch_site(h, residual, addend, fired, site, step, buf, own, latched=mode > 1)
         if buf is not None:
             _sent(buf)
 
@@ -98,7 +105,9 @@ def _fake(*args: object) -> None:
 def _register() -> Library:
     library = Library("vllm_hook", "FRAGMENT")
     for name, schema in (("tap", _TAP), ("edit", _EDIT)):
-        library.define(schema)
+        # The compiler may hand over what it has in memory. Held to exact strides it copies a sum
+        # that it would keep in registers, and then computes the sum a second time.
+        library.define(schema, tags=(torch.Tag.flexible_layout,))
         library.impl(name, _cpu, "CPU")
         library.impl(name, _cuda, "CUDA")
         library._register_fake(name, _fake)

@@ -41,6 +41,6 @@ class Site(nn.Module):
     def forward(self, h: Tensor, residual: Tensor | None = None) -> None:
         if self._state:
             state = [getattr(self, name) for name in self._state]
-            edit(h, residual, self.fired, self.live, self.site, self.step, self.buf, state)
+            edit(h, residual, None, self.fired, self.live, self.site, self.step, self.buf, state)
         else:
-            tap(h, residual, self.fired, self.live, self.site, self.step, self.buf)
+            tap(h, residual, None, self.fired, self.live, self.site, self.step, self.buf)

@@ -131,11 +131,27 @@ def _gated_change(x, u, v, fields, d, width, mask, row, flags, row_flags, flag_r
 
 
 @triton.jit
+def _rest(
+    residual, residual_row, addend, addend_row, row, d, mask, BLOCK: tl.constexpr, ADDENDS: tl.constexpr
+):
+    """What is to be added to a row of h: added up in the order of the compiled norm, so that a tap takes
+    the bits that the norm computes."""
+    rest = tl.zeros([BLOCK], dtype=tl.float32)
+    if ADDENDS > 0:
+        rest = tl.load(residual + row * residual_row + d, mask=mask, other=0.0).to(tl.float32)
+    if ADDENDS > 1:
+        rest += tl.load(addend + row * addend_row + d, mask=mask, other=0.0).to(tl.float32)
+    return rest
+
+
+@triton.jit
 def _site_kernel(
     h,
     h_row,
     residual,
     residual_row,
+    addend,
+    addend_row,
     fired,
     site,
     step,
@@ -147,7 +163,7 @@ def _site_kernel(
     D,
     width,
     BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    ADDENDS: tl.constexpr,
     HAS_BUF: tl.constexpr,
     HAS_STATE: tl.constexpr,
     launch_pdl: tl.constexpr,
@@ -179,9 +195,7 @@ def _site_kernel(
         tl.extra.cuda.gdc_wait()
     if j < n:
         own = tl.load(h + row * h_row + d, mask=mask, other=0.0).to(tl.float32)
-        rest = tl.zeros([BLOCK], dtype=tl.float32)
-        if HAS_RESIDUAL:
-            rest = tl.load(residual + row * residual_row + d, mask=mask, other=0.0).to(tl.float32)
+        rest = _rest(residual, residual_row, addend, addend_row, row, d, mask, BLOCK, ADDENDS)
         if HAS_STATE:
             x = own + rest
             for k in range(n_conds):
@@ -227,6 +241,8 @@ def _latched_kernel(
     h_row,
     residual,
     residual_row,
+    addend,
+    addend_row,
     site,
     step,
     flags,
@@ -235,7 +251,7 @@ def _latched_kernel(
     D,
     width,
     BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    ADDENDS: tl.constexpr,
 ):
     d = tl.arange(0, BLOCK)
     mask = d < D
@@ -249,8 +265,7 @@ def _latched_kernel(
         for k in range(n_rows):
             row = tl.load(step + rows + k).to(tl.int64)
             x = tl.load(h + row * h_row + d, mask=mask, other=0.0).to(tl.float32)
-            if HAS_RESIDUAL:
-                x += tl.load(residual + row * residual_row + d, mask=mask, other=0.0).to(tl.float32)
+            x += _rest(residual, residual_row, addend, addend_row, row, d, mask, BLOCK, ADDENDS)
             value = _value(x, bank, step, cond, d, width)
             holds = tl.where(above != 0, value > bound, value < bound).to(tl.float32)
             latch = tl.where(over == 1, tl.minimum(latch, holds), tl.maximum(latch, holds))
@@ -264,6 +279,7 @@ def _latched_kernel(
 def launch_site(
     h: Tensor,
     residual: Tensor | None,
+    addend: Tensor | None,
     fired: Tensor,
     site: Tensor,
     step: Tensor,
@@ -273,16 +289,18 @@ def launch_site(
 ) -> None:
     """Run one site on this step's rows. ``latched``: whether the step has conditions decided once.
 
-    h, residual: [T, D] with rows of any stride and neighbouring columns; else as in :mod:`.library`.
+    h, residual, addend: [T, D] with rows of any stride and neighbouring columns; else as in
+    :mod:`.library`.
     """
     tokens, width = h.shape
     if width > WIDEST:
         raise UnsupportedError(f"rows of {width} values are wider than the {WIDEST} that a site can hold")
-    if h.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
+    addends = [x for x in (residual, addend) if x is not None]
+    if any(x.stride(1) != 1 for x in (h, *addends)):
         raise UnsupportedError("a site needs rows whose columns are neighbours")
     block = triton.next_power_of_2(width)
     warps = _warps(block, only_taps=state is None and tokens <= EARLY_LAUNCH_ROWS)
-    other = h if residual is None else residual
+    first, second = (*addends, h, h)[:2]
     bank = fired if state is None else state.bank
     flags, row_flags = (fired, fired) if state is None else (state.flags, state.row_flags)
     inner = width if state is None else bank.shape[1]
@@ -291,14 +309,16 @@ def launch_site(
         raise UnsupportedError("a site's header is not part of the step's tables: something copied it")
     if state is not None and latched:
         _latched_kernel[(_LATCHED_PROGRAMS,)](
-            h, h.stride(0), other, other.stride(0), at, step, flags, state.acc, bank, width, inner,
-            BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=warps,
+            h, h.stride(0), first, first.stride(0), second, second.stride(0), at, step,
+            flags, state.acc, bank, width, inner,
+            BLOCK=block, ADDENDS=len(addends), num_warps=warps,
         )  # fmt: skip
     programs = tokens if state is not None or buf is None else min(tokens, buf.shape[0])
     _site_kernel[(programs,)](
-        h, h.stride(0), other, other.stride(0), fired, at, step, fired if buf is None else buf,
+        h, h.stride(0), first, first.stride(0), second, second.stride(0), fired, at, step,
+        fired if buf is None else buf,
         flags, row_flags, row_flags.stride(0), bank, width, inner,
-        BLOCK=block, HAS_RESIDUAL=residual is not None, HAS_BUF=buf is not None,
+        BLOCK=block, ADDENDS=len(addends), HAS_BUF=buf is not None,
         HAS_STATE=state is not None, num_warps=warps,
         launch_pdl=tokens <= EARLY_LAUNCH_ROWS and _early_launch(h.device),
     )  # fmt: skip
