@@ -6,11 +6,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from conftest import GPU, hook_llm
+from conftest import GPU, GPU_ENGINE, TINY_ENGINE, hook_llm, stop_engine
 from editing import Tensors, compare
 from oracle import Reference, fed
 from prompts import greedy, token_prompts
 from vllm_hook.engine import control
+from vllm_hook.llm import plain_llm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU")]
 
@@ -170,6 +171,24 @@ def test_bf16_rows_of_smollm2(smollm2_path, tmp_path):
 def tokens_and_logprobs(outs):
     firsts = [o.outputs[0] for o in outs]
     return [(o.token_ids, [next(iter(x.values())).logprob for x in o.logprobs]) for o in firsts]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_armed_engine_gives_the_bits_of_a_plain_one(tiny_dir, dtype):
+    """Armed where the compiler would round a sum for us (:mod:`vllm_hook.engine.graph_pass`), idle and
+    observed; in replayed graphs and in prompts longer than they are."""
+    model = str(tiny_dir("llama"))
+    settings = {**TINY_ENGINE, **GPU_ENGINE, "dtype": dtype, "enable_prefix_caching": False}
+    prompts, params = token_prompts([*range(10, 25), 200], seed=4), greedy(24, logprobs=0)
+    plain = plain_llm(model=model, **settings)
+    want = tokens_and_logprobs(plain.generate(prompts, params, use_tqdm=False))
+    stop_engine(plain)
+    look = {"site": "resid_post", "layers": "all", "positions": "generated"}
+    program = {"schema": 1, "name": "watch", "observe": {"h": look}}
+    with hook_llm(model, arm={"resid_post": {"rows": "last"}}, **settings) as armed:
+        armed.load_program(program)
+        for hook in (False, "watch"):
+            assert tokens_and_logprobs(armed.generate(prompts, params, hook=hook, use_tqdm=False)) == want
 
 
 def test_neighbours_keep_every_bit(llm, tensors):

@@ -25,12 +25,14 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Workload:
-    """``requests`` prompts of ``prompt`` tokens each, ``new`` tokens generated for each."""
+    """``requests`` prompts of ``prompt`` tokens each, ``new`` tokens generated for each; all of it ``times``
+    times in a run, where once is too short to be told apart."""
 
     name: str
     requests: int
     prompt: int
     new: int
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,10 @@ def runner(
     extra = {} if hook is None else {"hook": hook}
 
     def run() -> None:
-        outputs = llm.generate(tokens, params, use_tqdm=False, **extra)
-        if hook and any(o.hook is not None and o.hook.errors for o in outputs):
-            raise RuntimeError("an observation was incomplete")
+        for _ in range(workload.times):
+            outputs = llm.generate(tokens, params, use_tqdm=False, **extra)
+            if hook and any(o.hook is not None and o.hook.errors for o in outputs):
+                raise RuntimeError("an observation was incomplete")
 
     return run
 

@@ -73,23 +73,36 @@ def _entry(step, entry):
 
 
 @triton.jit
-def _vectors(bank, step, entry, fields, d, width, mask, present):
-    """u and v of an entry, spread over the row: zero outside its head. An entry that only adds needs no u."""
-    kind, _, _, head, _, b, _, _, _, _, _ = fields
-    at = d - head * width
-    inside = mask & (at >= 0) & (at < width) & (d * 0 + present.to(tl.int32) > 0)
-    read = (kind == 1) | (b != 0.0)
+def _vectors(bank, step, entry, present, d, D: tl.constexpr, width: tl.constexpr):
+    """u and v of an entry, spread over the row: zero outside its head. What is not needed (u of an entry
+    that only adds) or is there already (u, where it is v) is not read: one row is the work of one
+    multiprocessor, and 16 KB a vector are what it waits for."""
+    at, inside = _within(_word(step, entry + 5), d, D, width)
+    inside = inside & (d * 0 + present.to(tl.int32) > 0)
+    read = (_word(step, entry) == 1) | (_float(step, entry + 10) != 0.0)
     u_slot, v_slot = _word(step, entry + 1).to(tl.int64), _word(step, entry + 2).to(tl.int64)
     v = tl.load(bank + v_slot * width + at, mask=inside, other=0.0, eviction_policy="evict_last")
-    inside = inside & (d * 0 + read.to(tl.int32) > 0)
+    inside = inside & (d * 0 + (read & (u_slot != v_slot)).to(tl.int32) > 0)
     u = tl.load(bank + u_slot * width + at, mask=inside, other=0.0, eviction_policy="evict_last")
-    return u, v
+    return tl.where(u_slot == v_slot, v, u), v
 
 
 @triton.jit
-def _change(x, u, v, fields, d, width, mask):
+def _within(head, d, D: tl.constexpr, width: tl.constexpr):
+    """Columns of a row counted from the start of a head, and which of them are the head's."""
+    if width == D:
+        at = d
+        inside = d < D
+    else:
+        at = d - head * width
+        inside = (d < D) & (at >= 0) & (at < width)
+    return at, inside
+
+
+@triton.jit
+def _change(x, u, v, fields, d, D: tl.constexpr, width: tl.constexpr):
     """What one entry adds to a row."""
-    kind, act, keep, head, a, b, c, theta, _, _, _ = fields
+    kind, act, keep, head, a, b, c, theta, _gate_kind, _gate, _row_gate = fields
     change = a * v
     if (kind == 1) | (b != 0.0):
         score = tl.sum(x * u, 0) + c
@@ -102,8 +115,8 @@ def _change(x, u, v, fields, d, width, mask):
         else:
             change = (a + b * score) * v
     if keep != 0:
-        at = d - head * width
-        old = tl.where(mask & (at >= 0) & (at < width), x, 0.0)
+        inside = _within(head, d, D, width)[1]
+        old = tl.where(inside, x, 0.0)
         moved = old + change
         scale = tl.sqrt(tl.sum(old * old, 0)) / tl.maximum(tl.sqrt(tl.sum(moved * moved, 0)), 1e-30)
         change = tl.where(tl.max(tl.abs(change), 0) > 0, moved * scale - old, change)
@@ -125,8 +138,8 @@ def _open(fields, row, flags, row_flags, flag_rows):
 
 
 @triton.jit
-def _gated_change(x, u, v, fields, d, width, mask, row, flags, row_flags, flag_rows):
-    change = _change(x, u, v, fields, d, width, mask)
+def _gated_change(x, u, v, fields, d, D: tl.constexpr, width: tl.constexpr, row, flags, row_flags, flag_rows):
+    change = _change(x, u, v, fields, d, D, width)
     return tl.where(_open(fields, row, flags, row_flags, flag_rows) != 0, change, 0.0)
 
 
@@ -160,8 +173,8 @@ def _site_kernel(
     row_flags,
     flag_rows,
     bank,
-    D,
-    width,
+    D: tl.constexpr,
+    width: tl.constexpr,
     BLOCK: tl.constexpr,
     ADDENDS: tl.constexpr,
     HAS_BUF: tl.constexpr,
@@ -188,9 +201,8 @@ def _site_kernel(
     dst = _word(step, record + 1).to(tl.int64)
     if HAS_STATE:
         conds, n_conds = _word(step, record + 4), _word(step, record + 5)
-        first, second = _entry(step, entries), _entry(step, entries + 16)
-        u_0, v_0 = _vectors(bank, step, entries, first, d, width, mask, n_entries > 0)
-        u_1, v_1 = _vectors(bank, step, entries + 16, second, d, width, mask, n_entries > 1)
+        u, v = _vectors(bank, step, entries, n_entries > 0, d, D, width)
+        u_next, v_next = _vectors(bank, step, entries + 16, n_entries > 1, d, D, width)
     if launch_pdl:
         tl.extra.cuda.gdc_wait()
     if j < n:
@@ -208,21 +220,16 @@ def _site_kernel(
             if n_conds > 0:
                 tl.debug_barrier()
             delta = tl.zeros([BLOCK], dtype=tl.float32)
-            if n_entries > 0:
-                delta = _gated_change(x, u_0, v_0, first, d, width, mask, row, flags, row_flags, flag_rows)
-            if n_entries > 1:
-                delta += _gated_change(
-                    x + delta, u_1, v_1, second, d, width, mask, row, flags, row_flags, flag_rows
-                )
-            if n_entries > 2:
-                others = _word(step, record + 2)
-                for e in range(2, n_entries):
-                    entry = others + e * 16
-                    fields = _entry(step, entry)
-                    u, v = _vectors(bank, step, entry, fields, d, width, mask, n_entries > e)
-                    delta += _gated_change(
-                        x + delta, u, v, fields, d, width, mask, row, flags, row_flags, flag_rows
-                    )
+            others = _word(step, record + 2)
+            for e in range(n_entries):
+                # One piece of code for every entry: what is not in the instruction cache costs as much
+                # as a look-up. Vectors are fetched two entries ahead.
+                fields = _entry(step, tl.where(e < 2, entries, others) + e * 16)
+                ahead = others + tl.minimum(e + 2, n_entries - 1) * 16
+                u_2, v_2 = _vectors(bank, step, ahead, e + 2 < n_entries, d, D, width)
+                delta += _gated_change(x + delta, u, v, fields, d, D, width, row, flags, row_flags, flag_rows)
+                u, v = u_next, v_next
+                u_next, v_next = u_2, v_2
             if n_entries > 0:
                 # A row that did not change keeps its bits, also the sign of a zero.
                 new = tl.where(delta == 0.0, own, own + delta).to(h.dtype.element_ty)
