@@ -1,4 +1,4 @@
-"""Rows between processes: a list of plain data that says what there is, and one tensor with all bytes.
+"""Rows between processes: messages of plain data that says what there is, and a tensor with all bytes.
 
 Serializers of engines copy what stands among their plain data, and send tensors as they are. numpy
 has no bf16, so rows travel as bytes.
@@ -18,16 +18,38 @@ _DTYPES = {
 }
 #: Every record begins at a multiple of this, as views of wider types need.
 _ALIGN = 16
+#: Values of this many bytes and more have a message to themselves: copying them together with others
+#: costs more than a message does.
+LARGE = 64 << 10
 
 #: What the rows are, as plain data, their positions and values.
 Row = tuple[Any, np.ndarray, Tensor]
+#: Plain data of some records in order, and the bytes of their values.
+Message = tuple[list[Any], Tensor | None]
 
 
-def pack(records: Sequence[Row | str]) -> tuple[list[Any], Tensor | None]:
-    """(key, positions, values) or messages -> plain data in the same order, and the bytes of all values.
+def pack(records: Sequence[Row | str]) -> list[Message]:
+    """(key, positions, values) or texts -> messages in the same order: what is large alone, what is small
+    together with its neighbours.
 
-    The bytes of a single record are those of ``values`` itself, not a copy, where they lie together.
+    The bytes of a record that is alone are those of ``values`` itself, not a copy, where they lie together.
     """
+    messages: list[Message] = []
+    small: list[Row | str] = []
+    for record in records:
+        if isinstance(record, str) or record[2].nbytes < LARGE:
+            small.append(record)
+            continue
+        if small:
+            messages.append(_message(small))
+            small = []
+        messages.append(_message([record]))
+    if small:
+        messages.append(_message(small))
+    return messages
+
+
+def _message(records: Sequence[Row | str]) -> Message:
     meta: list[Any] = []
     parts: list[Tensor] = []
     at = 0
@@ -52,7 +74,8 @@ def pack(records: Sequence[Row | str]) -> tuple[list[Any], Tensor | None]:
 
 
 def unpack(meta: Sequence[Any], payload: Tensor | None) -> list[Row | str]:
-    """Inverse of :func:`pack`. Values are views of ``payload``."""
+    """The records of one message of :func:`pack`. Values are views of ``payload``, unless that came at an
+    address where their type may not lie: sockets put messages of a few KB at any."""
     found: list[Row | str] = []
     for entry in meta:
         if isinstance(entry, str):
@@ -60,6 +83,8 @@ def unpack(meta: Sequence[Any], payload: Tensor | None) -> list[Row | str]:
             continue
         key, where, dtype, shape, start, stop = entry
         assert payload is not None
-        values = payload[start:stop].view(_DTYPES[dtype]).view(shape)
-        found.append((key, np.frombuffer(where, dtype=np.int32), values))
+        flat, kind = payload[start:stop], _DTYPES[dtype]
+        if flat.data_ptr() % kind.itemsize:
+            flat = flat.clone()
+        found.append((key, np.frombuffer(where, dtype=np.int32), flat.view(kind).view(shape)))
     return found

@@ -344,6 +344,7 @@ def test_a_moved_method_is_refused_by_name(tiny_dir, monkeypatch):
         ({"enable_lora": True}, "enable_lora"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"runner": "pooling"}, "runner"),
+        ({"_api_process_count": 2}, "api_server_count=2"),
     ],
 )
 def test_unproven_set_ups_are_refused(tiny_dir, kwargs, name):

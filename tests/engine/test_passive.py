@@ -218,11 +218,16 @@ def test_installed_but_not_configured_is_vllm_without_us(tiny_dir, mode, dtype):
 
 def test_engine_core_in_a_process_of_its_own(tiny_dir):
     """VLLM_ENABLE_V1_MULTIPROCESSING=1: rows cross the process boundary unchanged, those of several
-    observations in one output, and those of a prompt in two chunks."""
+    observations in one output, those of a prompt in two chunks, and what is sent ahead as it is large."""
     norms = {"site": "resid_post", "layers": [1, 3], "positions": "all", "reduce": {"norm": True}}
     several = {
         **STATE,
-        "observe": {"n": norms, **STATE["observe"], "v": {"site": "v", "layers": [0], "positions": "prompt"}},
+        "observe": {
+            "n": norms,
+            "large": EVERYWHERE["observe"]["attention"],
+            **STATE["observe"],
+            "v": {"site": "v", "layers": [0], "positions": "prompt"},
+        },
     }
     config = {"vllm_hook": {"programs": [several]}}
     apart = in_a_process(tiny_dir("llama"), "eager", config, VLLM_ENABLE_V1_MULTIPROCESSING="1")

@@ -151,16 +151,37 @@ def test_random_worlds_run(seed):
             assert len({r.index for r in records}) == len(records)
 
 
-def test_drafts_with_asynchronous_scheduling_are_refused():
-    parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
-    config = SimpleNamespace(
-        parallel_config=parallel,
-        speculative_config=object(),
-        scheduler_config=SimpleNamespace(async_scheduling=True),
+def drafting(is_async=False, adaptive=False):
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+        speculative_config=SimpleNamespace(enable_adaptive_verification=adaptive),
+        scheduler_config=SimpleNamespace(async_scheduling=is_async),
         lora_config=None,
         model_config=SimpleNamespace(runner_type="generate"),
     )
+
+
+def test_drafts_with_asynchronous_scheduling_are_refused():
+    config = drafting(is_async=True)
     with pytest.raises(UnsupportedError, match="speculative decoding with asynchronous scheduling"):
         settings._refuse(config)
-    config.scheduler_config.async_scheduling = False
+    settings._refuse(drafting())
+
+
+def test_drafts_whose_number_the_device_decides_are_refused():
+    from vllm.config import SpeculativeConfig
+
+    assert SpeculativeConfig.enable_adaptive_verification is False
+    with pytest.raises(UnsupportedError, match=r"enable_adaptive_verification=True .*\(False works\)"):
+        settings._refuse(drafting(adaptive=True))
+
+
+def test_several_front_ends_are_refused():
+    from vllm.config import ParallelConfig
+
+    config = drafting()
+    config.parallel_config = ParallelConfig(_api_process_count=2)
+    with pytest.raises(UnsupportedError, match=r"api_server_count=2 \(1 works\)"):
+        settings._refuse(config)
+    config.parallel_config = ParallelConfig()
     settings._refuse(config)

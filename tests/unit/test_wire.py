@@ -10,7 +10,7 @@ from vllm_hook import wire
 
 
 def there_and_back(*records):
-    return wire.unpack(*wire.pack(records))
+    return [record for message in wire.pack(records) for record in wire.unpack(*message)]
 
 
 shapes = st.lists(st.integers(0, 4), min_size=1, max_size=4)
@@ -46,13 +46,44 @@ def test_no_rows_and_messages():
     assert (before, after) == ("lost", "lost too")
     assert positions.size == 0
     assert values.shape == (2, 0)
-    assert wire.pack(["lost"]) == (["lost"], None)
+    assert wire.pack(["lost"]) == [(["lost"], None)]
+    assert wire.pack([]) == []
 
 
 def test_one_record_is_not_copied():
     values = torch.randn(3, 4)
-    _, payload = wire.pack([(0, np.arange(4), values)])
+    ((_, payload),) = wire.pack([(0, np.arange(4), values)])
     assert payload.data_ptr() == values.data_ptr()
+
+
+def test_what_is_large_is_not_copied_with_what_is_not():
+    """In order, the small ones between two large ones together."""
+    at = np.arange(4)
+    first, second = torch.randn(2, wire.LARGE // 4)
+    small = torch.randn(3)
+    sent = [(0, at, first), (1, at, small), "lost", (2, at, small), (3, at, second), (4, at, small)]
+    messages = wire.pack(sent)
+    assert [[entry if entry == "lost" else entry[0] for entry in meta] for meta, _ in messages] == [
+        [0], [1, "lost", 2], [3], [4]
+    ]  # fmt: skip
+    assert messages[0][1].data_ptr() == first.data_ptr()
+    assert messages[2][1].data_ptr() == second.data_ptr()
+    assert messages[3][1].data_ptr() == small.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shift", [0, 1, 2, 4, 8])
+def test_values_lie_where_their_type_may(dtype, shift):
+    """A message that a socket put at any address; what lies right is not copied."""
+    sent = [(i, np.arange(5), torch.randn(3, 5).to(dtype)) for i in range(2)]
+    ((meta, payload),) = wire.pack(sent)
+    memory = torch.empty(payload.numel() + 64, dtype=torch.uint8)
+    start = -memory.data_ptr() % 16 + shift
+    came = memory[start : start + payload.numel()].copy_(payload)
+    for (_, _, values), (_, _, want), entry in zip(wire.unpack(meta, came), sent, meta, strict=True):
+        assert torch.equal(values, want)
+        assert values.data_ptr() % dtype.itemsize == 0
+        assert (values.data_ptr() == came.data_ptr() + entry[4]) == (shift % dtype.itemsize == 0)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -62,7 +93,7 @@ def test_the_engines_serializer_takes_it(count):
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     sent = [(i, np.arange(5), torch.randn(3, 5, 64).bfloat16()) for i in range(count)]
-    meta, payload = wire.pack(sent)
+    ((meta, payload),) = wire.pack(sent)
     output = EngineCoreOutput("r", [1], pooling_output=payload, kv_transfer_params={"rows": meta})
     frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output]))
     assert len(frames) == 2

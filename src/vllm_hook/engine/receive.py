@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 
 from .. import wire
-from ..runtime.requests import PAYLOAD_KEY
+from ..runtime.requests import AHEAD_KEY, PAYLOAD_KEY
 from ..runtime.rows import Blocks, Chunk, Record
 from .output import Collector, Context
 
@@ -70,7 +70,7 @@ class Receiver:
 
     def _share(self, chunks: Sequence[Chunk]) -> None:
         """Rows of many requests: each is told once in which block its own will be, and given them when
-        that is over. What ended, or is another front end's, is passed over."""
+        that is over. What ended is passed over."""
         if not chunks:
             return
         new, over = self._blocks.add(chunks)
@@ -85,22 +85,26 @@ class Receiver:
                     states[req_id]._vllm_hook.leave(block)
 
     def process_outputs(self, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        for output in engine_core_outputs:
-            extra = output.kv_transfer_params
-            if extra is None or PAYLOAD_KEY not in extra:
-                continue
-            rows = _received(extra[PAYLOAD_KEY], output.pooling_output)
-            output.pooling_output = None
-            rest = {key: value for key, value in extra.items() if key != PAYLOAD_KEY}
-            output.kv_transfer_params = rest or None
-            self._share([r for r in rows if isinstance(r, Chunk)])
-            own = [r for r in rows if not isinstance(r, Chunk)]
-            state = self._outputs.request_states.get(output.request_id)
-            if own and state is not None:
-                state._vllm_hook.add(own)
-        out = self._process_outputs(engine_core_outputs, *args, **kwargs)
-        self._ended([output.request_id for output in engine_core_outputs])
+        outputs = [output for output in engine_core_outputs if self._take(output)]
+        out = self._process_outputs(outputs, *args, **kwargs)
+        self._ended([output.request_id for output in outputs])
         return out
+
+    def _take(self, output: Any) -> bool:
+        """Take out the rows that came with an output. Whether vLLM's own is left."""
+        extra = output.kv_transfer_params
+        if extra is None or PAYLOAD_KEY not in extra:
+            return True
+        rows = _received(extra[PAYLOAD_KEY], output.pooling_output)
+        output.pooling_output = None
+        rest = {key: value for key, value in extra.items() if key != PAYLOAD_KEY}
+        output.kv_transfer_params = rest or None
+        self._share([r for r in rows if isinstance(r, Chunk)])
+        own = [r for r in rows if not isinstance(r, Chunk)]
+        state = self._outputs.request_states.get(output.request_id)
+        if own and state is not None:
+            state._vllm_hook.add(own)
+        return AHEAD_KEY not in extra
 
 
 def _received(rows: list[Any], payload: Tensor | None) -> list[Record | Chunk | str]:
@@ -113,7 +117,7 @@ def _received(rows: list[Any], payload: Tensor | None) -> list[Record | Chunk | 
 def _rows(key: Any, positions: np.ndarray, values: Tensor) -> Record | Chunk:
     if isinstance(key, int):
         return Record(key, positions, values)
-    # Small, and the payload may hold a large record besides.
+    # The payload may hold rows of one request besides, which the others need not keep.
     return Chunk(tuple((req_id, index) for req_id, index in key), positions, values.clone())
 
 

@@ -10,9 +10,10 @@ from collections import Counter
 from typing import Any
 
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.engine import EngineCoreOutput
 
 from .. import wire
-from ..runtime.requests import PAYLOAD_KEY
+from ..runtime.requests import AHEAD_KEY, PAYLOAD_KEY
 from ..runtime.rows import Chunk, Record, in_line
 from .runner import OUTPUT_KEY
 from .settings import raw_config
@@ -107,30 +108,43 @@ class SchedulerHook:
                 )
 
     def _deliver(self, outputs: dict[int, Any]) -> None:
-        """Rows leave with the next output of their request, chunks with any: what describes them among
-        its transfer parameters, their bytes where a pooling model's result would be, which vLLM does
-        not copy."""
-        sent = False
+        """Rows leave with the next output of their request, chunks with any, as there is one front end."""
         for per_client in outputs.values():
-            chunks = self._chunks  # to each client, which knows its own requests
+            ahead: list[EngineCoreOutput] = []
             for output in per_client.outputs:
-                if not chunks and not self._pending:
+                if not self._chunks and not self._pending:
                     break
                 if output.pooling_output is not None:
                     continue
-                rows: Any = [*self._pending.pop(output.request_id, []), *chunks]
-                chunks, sent = [], True
-                if not rows:
-                    continue
-                if not self._local:
-                    rows, output.pooling_output = wire.pack([*map(_plain, in_line(rows))])
-                output.kv_transfer_params = {**(output.kv_transfer_params or {}), PAYLOAD_KEY: rows}
-        if sent:
-            self._chunks = []
+                rows = [*self._pending.pop(output.request_id, []), *self._chunks]
+                self._chunks = []
+                if rows:
+                    ahead += self._put(output, rows)
+            if ahead:
+                per_client.outputs = [*ahead, *per_client.outputs]
         for req_id in [r for r in self._pending if r not in self.scheduler.requests]:
             del self._pending[req_id]
         for waiting in self._pending.values():  # may take long: do not keep what others had in the step
             waiting[:] = [r if isinstance(r, str) else r.owned() for r in waiting]
+
+    def _put(self, output: Any, rows: list[Any]) -> list[EngineCoreOutput]:
+        """Put rows on an output: what describes them among its transfer parameters, their bytes where a
+        pooling model's result would be, which vLLM does not copy. An output holds one tensor, so all
+        messages but the last go on outputs of ours, which are to be sent ahead of it."""
+        messages: list[wire.Message] = [(rows, None)]
+        if not self._local:
+            messages = wire.pack([*map(_plain, in_line(rows))])
+        *before, (meta, output.pooling_output) = messages
+        output.kv_transfer_params = {**(output.kv_transfer_params or {}), PAYLOAD_KEY: meta}
+        return [
+            EngineCoreOutput(
+                output.request_id,
+                [],
+                pooling_output=payload,
+                kv_transfer_params={PAYLOAD_KEY: described, AHEAD_KEY: True},
+            )
+            for described, payload in before
+        ]
 
 
 def _plain(rows: Record | Chunk | str) -> wire.Row | str:

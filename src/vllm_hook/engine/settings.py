@@ -173,9 +173,17 @@ def _refuse(config: VllmConfig) -> None:
     """Set-ups that are not proven yet. Each message names the setting."""
     parallel, speculative = config.parallel_config, config.speculative_config
     ahead = speculative is not None and config.scheduler_config.async_scheduling
+    servers = getattr(parallel, "_api_process_count", 1)
     reasons = [
         # The host then only knows upper bounds of positions; rows would be taken under wrong ones.
         (ahead, "speculative decoding with asynchronous scheduling (async_scheduling=False works)"),
+        # How many drafts a step runs is then decided on the device: the host plans for rows that are not run.
+        (
+            getattr(speculative, "enable_adaptive_verification", False),
+            "enable_adaptive_verification=True in speculative_config (False works)",
+        ),
+        # Slots are counted, programs unloaded and small rows delivered as if one front end had all requests.
+        (servers > 1, f"api_server_count={servers} (1 works)"),
         (parallel.pipeline_parallel_size > 1, f"pipeline_parallel_size={parallel.pipeline_parallel_size}"),
         (parallel.data_parallel_size > 1, f"data_parallel_size={parallel.data_parallel_size}"),
         (getattr(parallel, "enable_dbo", False), "enable_dbo"),

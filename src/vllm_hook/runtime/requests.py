@@ -25,6 +25,8 @@ Ranges = tuple[tuple[int, "int | None"], ...]
 
 #: The key of ``SamplingParams.extra_args`` under which the resolved form travels.
 PAYLOAD_KEY = "vllm_hook"
+#: Marks an output of the engine that only carries rows: it is none of vLLM's own.
+AHEAD_KEY = f"{PAYLOAD_KEY}_ahead"
 
 
 @dataclass(frozen=True)
