@@ -290,12 +290,13 @@ async def _async(model: Path):
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from conftest import TINY_ENGINE
+    from conftest import GPU, GPU_ENGINE, TINY_ENGINE
     from vllm_hook.engine import control
 
+    settings = {**TINY_ENGINE, **(GPU_ENGINE if GPU else {})}
     delta, final = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
     config = {"vllm_hook": {"programs": [STATE], "arm": {"resid_post": {"layers": [2, 3]}}}}
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model), additional_config=config, **TINY_ENGINE))
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model), additional_config=config, **settings))
 
     async def generate(id, n, kind, tokens=6, hook="state", stop_after=None):
         extra = {"hook": hook} if hook else None

@@ -13,6 +13,7 @@ import operator
 from typing import Any
 
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch.fx.node import Node
 from vllm import ir
 from vllm.compilation.passes.inductor_pass import InductorPass
@@ -36,7 +37,8 @@ class SplitResiduals(InductorPass):  # type: ignore[misc]
 
 
 def install(config: Any) -> None:
-    """Before the model is compiled. A pass of the user's own keeps its place: the sum is read then."""
+    """Before the model is made, which copies what its compiler is told. A pass of the user's own keeps its
+    place: sites read the sum then."""
     config.compilation_config.inductor_compile_config.setdefault(current_platform.pass_key, SplitResiduals())
 
 
@@ -63,10 +65,13 @@ def _fake(arg: Any) -> Any:
 
 
 def _in_memory(node: Node) -> bool:
-    """Inputs of the graph, products, and what opaque ops return; the rest the compiler fuses."""
+    """Inputs of the graph, products, and what opaque ops return or write; the rest the compiler fuses."""
+    if node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+        return isinstance(node.target, HigherOrderOperator)
     if node.op == "placeholder":
         return True
     name = str(node.target)
     return name in ("aten.mm.default", "aten.addmm.default") or not name.startswith(
-        ("aten.", "prims.", "vllm_ir.", "<built-in", "<function")
+        ("aten.", "prims.", "vllm_ir.", "<")
     )

@@ -29,6 +29,7 @@ def arm_after_load(worker: Any) -> None:
     load_model = worker.load_model
 
     def load_and_arm(*args: Any, **kwargs: Any) -> Any:
+        graph_pass.install(worker.vllm_config)
         out = load_model(*args, **kwargs)
         _arm(worker)
         return out
@@ -54,7 +55,6 @@ def _arm(worker: Any) -> None:
     hook = RunnerHook(settings, runner.get_model(), worker.model_config.dtype, runner.device, tensor_shard())
     (V2Adapter if worker.use_v2_model_runner else V1Adapter)(runner, hook)
     setattr(worker, WORKER_KEY, hook)
-    graph_pass.install(worker.vllm_config)
     warm_up = worker.compile_or_warm_up_model
 
     def compile_or_warm_up_model() -> Any:

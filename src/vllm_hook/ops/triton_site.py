@@ -201,8 +201,8 @@ def _site_kernel(
     dst = _word(step, record + 1).to(tl.int64)
     if HAS_STATE:
         conds, n_conds = _word(step, record + 4), _word(step, record + 5)
-        u, v = _vectors(bank, step, entries, n_entries > 0, d, D, width)
-        u_next, v_next = _vectors(bank, step, entries + 16, n_entries > 1, d, D, width)
+        first = _entry(step, entries)
+        u_0, v_0 = _vectors(bank, step, entries, n_entries > 0, d, D, width)
     if launch_pdl:
         tl.extra.cuda.gdc_wait()
     if j < n:
@@ -210,26 +210,32 @@ def _site_kernel(
         rest = _rest(residual, residual_row, addend, addend_row, row, d, mask, BLOCK, ADDENDS)
         if HAS_STATE:
             x = own + rest
-            for k in range(n_conds):
-                cond = _word(step, conds + k)
-                value = _value(x, bank, step, cond, d, width)
-                bound = _float(step, cond + 9)
-                holds = tl.where(_word(step, cond + 3) != 0, value > bound, value < bound)
-                flag = _word(step, cond + 4).to(tl.int64)
-                tl.store(row_flags + flag * flag_rows + row, holds.to(tl.float32))
-            if n_conds > 0:
+            second = _entry(step, entries + 16)
+            u_1, v_1 = _vectors(bank, step, entries + 16, n_entries > 1, d, D, width)
+            if n_conds > 0:  # else the compiler works out before the loop what its rounds share
+                for k in range(n_conds):
+                    cond = _word(step, conds + k)
+                    value = _value(x, bank, step, cond, d, width)
+                    bound = _float(step, cond + 9)
+                    holds = tl.where(_word(step, cond + 3) != 0, value > bound, value < bound)
+                    flag = _word(step, cond + 4).to(tl.int64)
+                    tl.store(row_flags + flag * flag_rows + row, holds.to(tl.float32))
                 tl.debug_barrier()
             delta = tl.zeros([BLOCK], dtype=tl.float32)
-            others = _word(step, record + 2)
-            for e in range(n_entries):
-                # One piece of code for every entry: what is not in the instruction cache costs as much
-                # as a look-up. Vectors are fetched two entries ahead.
-                fields = _entry(step, tl.where(e < 2, entries, others) + e * 16)
-                ahead = others + tl.minimum(e + 2, n_entries - 1) * 16
-                u_2, v_2 = _vectors(bank, step, ahead, e + 2 < n_entries, d, D, width)
-                delta += _gated_change(x + delta, u, v, fields, d, D, width, row, flags, row_flags, flag_rows)
-                u, v = u_next, v_next
-                u_next, v_next = u_2, v_2
+            if n_entries > 0:
+                delta = _gated_change(x, u_0, v_0, first, d, D, width, row, flags, row_flags, flag_rows)
+            if n_entries > 1:
+                delta += _gated_change(
+                    x + delta, u_1, v_1, second, d, D, width, row, flags, row_flags, flag_rows
+                )
+            if n_entries > 2:
+                others = _word(step, record + 2)
+                for e in range(2, n_entries):
+                    entry = others + e * 16
+                    u, v = _vectors(bank, step, entry, n_entries > e, d, D, width)
+                    delta += _gated_change(
+                        x + delta, u, v, _entry(step, entry), d, D, width, row, flags, row_flags, flag_rows
+                    )
             if n_entries > 0:
                 # A row that did not change keeps its bits, also the sign of a zero.
                 new = tl.where(delta == 0.0, own, own + delta).to(h.dtype.element_ty)
