@@ -60,7 +60,8 @@ def test_a_site_reads_what_is_in_memory(dtype, fused):
     site = Site(area.live, area.headers[PLACE], area.step, torch.zeros(8, WIDTH, dtype=dtype), None)
     before = torch.relu if fused else (lambda x: x)
     z, r = torch.randn(8, WIDTH).to(dtype), torch.randn(8, WIDTH).to(dtype)
-    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+    uncached = torch._inductor.config.patch(force_disable_caches=True)
+    with torch.no_grad(), uncached, ir.enable_torch_wrap(True):
         plain = compiled(layer(None, dtype, before))(z, r)
         run = compiled(layer(site, dtype, before))
         run(z, r)
