@@ -375,12 +375,32 @@ def test_token_ids_take_all_generated_rows_on_the_device():
 def test_attention_needs_queries_and_memory_is_what_is_said():
     armed = Armed.of("attention", [0, 1], "last") | Armed.of("q", [1], "all") | Armed.of("k", [0], "last")
     assert tap_sites(armed) == {("q", 0): "last", ("q", 1): "all", ("k", 0): "last"}
-    buffers = 2 * (8 * 4 + 64 * 4 + 8 * 2)
+    buffers = 256 + 2 * 64 * 4 + 256  # at multiples of 256 bytes
     tables = 4 * (3 * HEADER_SIZE + (8 + 64 + 8) * (RECORD_SIZE + 1))
     assert site_bytes(armed, FACTS, 8, 64, 4, 16, 2) == buffers + tables
     bank = SiteBank(armed, FACTS, 8, 64, torch.bfloat16, torch.device("cpu"))
-    assert sum(t.numel() * 2 for t in bank.taken.values()) == buffers
+    assert {key: tuple(t.shape) for key, t in bank.taken.items()} == {
+        ("q", 0): (8, 4), ("q", 1): (64, 4), ("k", 0): (8, 2)
+    }  # fmt: skip
     assert bank.bytes() == buffers + tables
+
+
+def test_buffers_of_a_site_lie_in_one_piece_and_none_at_an_odd_address():
+    armed = Armed.of("resid_post", [0, 1, 3, 5], "last") | Armed.of("resid_post", [4], "all")
+    bank = SiteBank(armed, FACTS, 3, 64, torch.bfloat16, torch.device("cpu"))
+    for i, (key, buf) in enumerate(sorted(bank.taken.items())):
+        assert buf.is_contiguous()
+        assert buf.data_ptr() % 16 == 0
+        buf.copy_(torch.arange(buf.numel()).view_as(buf) + 100 * i)
+    for layers, view in (([0, 1], True), ([1, 5], True), ([3], True), ([0, 1, 5], False), ([5, 1], False)):
+        keys = [("resid_post", layer) for layer in layers]
+        for index in (slice(0, 2), torch.tensor([2, 0])):
+            rows, is_view = bank.rows_of(keys, index)
+            assert torch.equal(rows, torch.stack([bank.taken[key][index] for key in keys]))
+            assert is_view == (view and isinstance(index, slice))
+    rows, is_view = bank.rows_of([("resid_post", 3), ("resid_post", 4)], slice(0, 2))  # of two pieces
+    assert not is_view
+    assert torch.equal(rows[1], bank.taken["resid_post", 4][:2])
 
 
 def rows_of(chunks, most=6, alone=True):

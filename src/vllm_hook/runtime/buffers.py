@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -18,6 +18,10 @@ from .edit_plan import EditPlan
 from .plan import StepPlan
 
 Key = tuple[str, int]
+
+#: The buffers of a site's layers lie in one piece, each at a multiple of so many bytes: compiled code
+#: makes a copy of an input at an odd address.
+ALIGN = 256
 
 
 def tap_sites(armed: Armed) -> dict[Key, str]:
@@ -36,10 +40,15 @@ def site_bytes(
     ``item``: bytes a value."""
     size = _area_size(armed, last, every, requests)
     rows = sum(
-        prod(facts.row_shape(name)) * item * (last if kind == "last" else every)
+        _padded(prod(facts.row_shape(name)), last if kind == "last" else every, item) * item
         for (name, _), kind in tap_sites(armed).items()
     )
     return rows + 4 * size.ints() + edit_bytes(armed, facts, every, requests, slots)
+
+
+def _padded(width: int, rows: int, item: int) -> int:
+    """Values that a buffer takes up."""
+    return -(-width * rows * item // ALIGN) * ALIGN // item
 
 
 def _area_size(armed: Armed, last: int, every: int, requests: int) -> AreaSize:
@@ -70,15 +79,17 @@ class SiteBank:
     ) -> None:
         self.device = device
         self.area = StepArea(_area_size(armed, last_rows, all_rows, requests), device)
-        self.taken = {
-            key: torch.zeros(
-                last_rows if rows == "last" else all_rows,
-                prod(facts.row_shape(key[0])),
-                dtype=dtype,
-                device=device,
-            )
-            for key, rows in tap_sites(armed).items()
-        }
+        self.taken: dict[Key, Tensor] = {}
+        self._stacks: dict[Key, tuple[Tensor, int]] = {}
+        layers: dict[tuple[str, int], list[Key]] = {}
+        for key, kind in tap_sites(armed).items():
+            layers.setdefault((key[0], last_rows if kind == "last" else all_rows), []).append(key)
+        for (name, rows), keys in layers.items():
+            width = prod(facts.row_shape(name))
+            whole = torch.zeros(len(keys), _padded(width, rows, dtype.itemsize), dtype=dtype, device=device)
+            stack = whole[:, : rows * width].view(len(keys), rows, width)
+            self._stacks.update({key: (stack, i) for i, key in enumerate(sorted(keys))})
+            self.taken.update({key: stack[i] for i, key in enumerate(sorted(keys))})
         edited = armed.edit_places()
         self.sites = {
             key: Site(
@@ -93,7 +104,8 @@ class SiteBank:
 
     def bytes(self) -> int:
         """Device memory held, in bytes."""
-        return sum(t.numel() * t.element_size() for t in self.taken.values()) + self.area.bytes()
+        stacks = {id(stack): stack for stack, _ in self._stacks.values()}.values()
+        return sum(t.untyped_storage().nbytes() for t in stacks) + self.area.bytes()
 
     def load(self, plan: StepPlan | None, edits: EditPlan | None = None) -> None:
         """Make the sites follow these plans in the next forward pass."""
@@ -123,3 +135,16 @@ class SiteBank:
     def rows(self, key: Key, index: slice | Tensor) -> Tensor:
         """Rows taken at a site in this step: [n, width], a view where ``index`` is a slice."""
         return self.taken[key][index]
+
+    def rows_of(self, keys: Sequence[Key], index: slice | Tensor) -> tuple[Tensor, bool]:
+        """Rows taken at several layers of a site: [layers, n, width], and whether that is a view."""
+        stack, first = self._stacks[keys[0]]
+        places = [self._stacks[key][1] for key in keys]
+        step = places[1] - first if len(places) > 1 else 1
+        if (
+            any(self._stacks[key][0] is not stack for key in keys)
+            or step < 1
+            or places != [*range(first, first + step * len(places), step)]
+        ):
+            return torch.stack([self.rows(key, index) for key in keys]), False
+        return stack[first : places[-1] + 1 : step, index], isinstance(index, slice)

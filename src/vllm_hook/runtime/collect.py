@@ -142,22 +142,29 @@ def _rows(
     lane_plan: LanePlan, plan: StepPlan, bank: SiteBank, facts: ModelFacts, shard: Shard, pieces: int = 0
 ) -> Tensor:
     """[layers, rows, *row shape], or for ``pieces`` of equal length [pieces, layers, rows of one, *row
-    shape]: a fresh tensor, since the buffers are written again in the next step."""
+    shape]: a fresh tensor, since the buffers are written again in the next step; or what is there, if it
+    will be reduced."""
     lane = lane_plan.lane
     index = {t: _on(i, bank.device) for t, i in lane_plan.index.items()}
-    per_layer = []
-    for layer in lane.layers:
-        key = (lane.tap_site, layer)
-        own = bank.rows(key, index[plan.table_of[key]])
-        per_layer.append(own.view(pieces, -1, own.shape[-1]) if pieces else own)
-    rows = torch.stack(per_layer, dim=1 if pieces else 0)
+    keys = [(lane.tap_site, layer) for layer in lane.layers]
+    tables = {plan.table_of[key] for key in keys}
+    if len(tables) == 1:
+        rows, view = bank.rows_of(keys, index[tables.pop()])
+    else:
+        rows, view = torch.stack([bank.rows(key, index[plan.table_of[key]]) for key in keys]), False
+    if pieces:
+        rows = rows.view(len(keys), pieces, -1, rows.shape[-1]).transpose(0, 1)
     if site(lane.site).kind == "head":
         kv = lane.site in ("k", "v")
         rows = rows.view(*rows.shape[:-1], len(shard.heads(facts, kv)), facts.head_dim)
         rows = shard.join(rows, facts.kv_heads if kv else None)
         if lane.heads is not None:
-            rows = rows[..., list(lane.heads), :]
-    return rows.float() if lane.dtype == "float32" else rows
+            rows, view = rows[..., list(lane.heads), :], False
+    if lane.reduce is not None:
+        return rows
+    if lane.dtype == "float32" and rows.dtype != torch.float32:
+        return rows.float().contiguous()
+    return rows.clone(memory_format=torch.contiguous_format) if view else rows.contiguous()
 
 
 def _reduced(lane_plan: LanePlan, rows: Tensor) -> Tensor:
