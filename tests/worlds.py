@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -84,7 +85,9 @@ class World:
         self.planner = EditPlanner()
 
     def add(self, req_id: str, data: list[dict[str, Any]], watches: list[Watch]) -> None:
-        self.states[req_id] = RequestState(tuple(watches), self.edits.admit(data, Vectors()))
+        self.states[req_id] = RequestState(
+            tuple(watches), self.edits.admit(data, Vectors(), json.dumps(data))
+        )
 
     def step(
         self, view: BatchView, hidden: dict[Any, torch.Tensor], residual: torch.Tensor, tokens: torch.Tensor

@@ -224,6 +224,26 @@ def test_a_request_that_is_too_much_leaves_nothing_behind() -> None:
     assert b.used() == {"vectors": 0, "gates": 0}
 
 
+def test_requests_that_intervene_alike_share_what_is_worked_out() -> None:
+    b = bank(slots=3)
+    alike = [b.admit([edit(vector="1")], Vectors(), "a") for _ in range(3)]
+    other = b.admit([edit(vector="2")], Vectors(), "b")
+    assert alike[0] is alike[1] is alike[2] is not other
+    assert b.used() == {"vectors": 2, "gates": 0}
+    for left in (1, 1, 0):
+        b.release(alike[0])
+        assert b.used()["vectors"] == 1 + left
+    again = b.admit([edit(vector="1")], Vectors(), "a")
+    assert again is not alike[0]  # its slots are taken anew
+    assert b.used()["vectors"] == 2
+    b.release(again)
+    b.release(other)
+    assert b.used() == {"vectors": 0, "gates": 0}
+    flagged = [edit(gate=gate([[0, 6]], over=2), rows=[[5, -1]])]
+    first, second = (b.admit(flagged, Vectors(), "c") for _ in range(2))
+    assert first.gates[0].flag != second.gates[0].flag  # a condition is one request's own
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
 def test_slots_against_a_multiset(events: list[tuple[bool, int]]) -> None:

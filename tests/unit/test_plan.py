@@ -388,7 +388,7 @@ def test_attention_needs_queries_and_memory_is_what_is_said():
 def test_buffers_of_a_site_lie_in_one_piece_and_none_at_an_odd_address():
     armed = Armed.of("resid_post", [0, 1, 3, 5], "last") | Armed.of("resid_post", [4], "all")
     bank = SiteBank(armed, FACTS, 3, 64, torch.bfloat16, torch.device("cpu"))
-    for i, (key, buf) in enumerate(sorted(bank.taken.items())):
+    for i, (_, buf) in enumerate(sorted(bank.taken.items())):
         assert buf.is_contiguous()
         assert buf.data_ptr() % 16 == 0
         buf.copy_(torch.arange(buf.numel()).view_as(buf) + 100 * i)

@@ -183,8 +183,7 @@ class Frontend:
         context = self._context(programs, spec, prompt, request.prompt_token_ids)
         self._check_size(context, request.sampling_params)
         release = self._hold(context, params.n or 1)
-        resolved = [o for use in context.uses for o in use.resolved.observations]
-        data = Payload(payload(resolved, context.lanes, len(request.prompt_token_ids), context.edits))
+        data = Payload(context.data)
         data.context, data.release, data.samples = context, release, params.n
         request.sampling_params.extra_args = {**(params.extra_args or {}), PAYLOAD_KEY: data}
         return request
@@ -236,7 +235,9 @@ class Frontend:
             edits = resolve_edits(plans, spec.set if spec is not None else {}, view, self.settings.facts)
         elif spec is not None and spec.set:
             raise ProgramError("hook.set", f"{next(iter(spec.set))!r} names no intervention in use")
-        context = Context(tuple(uses), tuple(lanes), tuple(token_ids), edits)
+        observed = [o for use in uses for o in use.resolved.observations]
+        data = payload(observed, lanes, len(token_ids), edits)
+        context = Context(tuple(uses), tuple(lanes), tuple(token_ids), edits, data)
         if key is not None and not any(_by_token(use.resolved) for use in uses):
             if len(self._resolved) >= RESOLVED_KEPT:
                 self._resolved.clear()
@@ -288,6 +289,9 @@ class Frontend:
         return min(self._max_len, len(context.prompt_ids) + (params.max_tokens or self._max_len))
 
     def _check_size(self, context: Context, params: SamplingParams) -> None:
+        key = params.max_tokens, params.n or 1
+        if key in context.fitting:
+            return
         prompt, end = len(context.prompt_ids), self._end(context, params)
         total = 0
         for (name, _, resolved), lane in zip(context.observations(), context.lanes, strict=True):
@@ -311,6 +315,7 @@ class Frontend:
                 f"the limit is {RESULT_BYTES >> 20} MiB. "
                 "Ask for fewer layers or positions, or for a reduction"
             )
+        context.fitting.add(key)
 
 
 def lane_of(observation: Observation, digest: str) -> Lane:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError
@@ -66,6 +67,10 @@ def parse_request(value: Any) -> RequestSpec | None:
             raise ProgramError(HOOK_ARG, f"not valid JSON: {error}") from None
     if isinstance(value, (bool, int, float)) and value == 0:
         return RequestSpec(use=())
+    if isinstance(value, dict) and value.keys() == {"use"}:
+        value = value["use"]
+    if isinstance(value, list) and all(isinstance(name, str) for name in value):
+        return _using(tuple(value))
     if isinstance(value, (str, list, tuple)):
         value = {"use": value}
     if not isinstance(value, dict):
@@ -77,6 +82,16 @@ def parse_request(value: Any) -> RequestSpec | None:
             HOOK_ARG,
             "is a whole program; load it (HookLLM.load_program, or `programs` at start), and give its name",
         )
+    return _validated(value)
+
+
+@lru_cache(maxsize=256)
+def _using(names: tuple[str, ...]) -> RequestSpec:
+    """Most requests only name programs, the same as the one before."""
+    return _validated({"use": names})
+
+
+def _validated(value: Any) -> RequestSpec:
     try:
         return RequestSpec.model_validate(value)
     except ValidationError as error:

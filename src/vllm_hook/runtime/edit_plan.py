@@ -111,12 +111,15 @@ class Slots:
 
 @dataclass
 class EditState:
-    """The interventions of one request and the slots it holds."""
+    """The interventions of one request and the slots it holds; or of several that intervene alike
+    (``digest``), if nothing of it is a request's own: ``users`` of them."""
 
     edits: tuple[RowEdit, ...]
     groups: tuple[tuple[tuple[Place, ...], tuple[int, ...]], ...]
     taken: tuple[tuple[Slots, Any], ...]
     attends: tuple[Attend, ...] = ()
+    digest: str | None = None
+    users: int = 1
     gates: tuple[Gate, ...] = field(init=False)
     filtered: tuple[RowEdit, ...] = field(init=False)
     steady_from: int = field(init=False)
@@ -135,6 +138,11 @@ class EditState:
             tuple(k for k, m in enumerate(members) if any(b is None for _, b in self.edits[m].rows))
             for _, members in self.groups
         )
+
+    @property
+    def has_own(self) -> bool:
+        """Whether it has flags, which belong to one request."""
+        return bool(self.gates or self.filtered or self.attends)
 
     def is_steady(self, position: int) -> bool:
         """Whether all rows from ``position`` on are treated alike, whatever their tokens."""

@@ -101,7 +101,8 @@ class Tracker:
         if not data or not (data["watch"] or data["edit"]):
             return
         watches = read_payload(data, self.tensors)  # before slots are taken: it can fail
-        edits = self.bank.admit(data["edit"]["edits"], self) if data["edit"] else None
+        edit = data["edit"]
+        edits = self.bank.admit(edit["edits"], self, edit["digest"]) if edit else None
         self.states[req_id] = RequestState(watches, edits, prompt=data["prompt"])
 
     def resume(self, req_id: str, known_tokens: int) -> None:
