@@ -85,6 +85,14 @@ ENGINES: dict[str, list[str]] = {
 }
 #: (engine, case)
 CASES = (
+    ("32 taps", Case("32 taps armed, idle", ONE, False)),
+    ("32 taps", Case("32 taps armed, idle", MANY, False)),
+    ("32 taps", Case("32 taps armed, idle", LONG, False)),
+    ("few sites", Case("few sites armed, idle", ONE, False)),
+    ("few sites", Case("few sites armed, idle", MANY, False)),
+    ("few sites", Case("few sites armed, idle", LONG, False)),
+    ("few sites", Case("few sites armed, idle", FIRST, False)),
+    ("prompt rows", Case("prompt rows armed, idle", LONG, False)),
     ("32 sites", Case("32 sites armed, idle", ONE, False, 1.005)),
     ("32 sites", Case("32 sites armed, idle", MANY, False, 1.005)),
     ("32 sites", Case("32 sites armed, idle", LONG, False, 1.005)),
@@ -149,7 +157,9 @@ def run_gpu(
         console.print(f"{name}: started in {starts[name]:.0f} s, {_used():.1f} GiB in use on the device")
     runs = _runs(started, [(e, c) for e, c in CASES if e in engines], config)
     seconds = interleaved(runs, rounds, "bfloat16", console)
-    rows = to_rows(seconds, PLAIN, {(c.name, c.workload): c.bound for _, c in CASES}, "bfloat16")
+    bounds = {(c.name, c.workload): c.bound for _, c in CASES}
+    idle = {c.name: f"{engine} armed, idle" for engine, c in CASES if c.hook is not False}
+    rows = to_rows(seconds, PLAIN, bounds, "bfloat16", idle)
     console.print(table(rows))
     copy = pinned_copy()
     console.print(f"pinned copy: {copy:.1f} GB/s")

@@ -48,7 +48,9 @@ class Case:
 
 @dataclass
 class Row:
-    """Times in seconds, one a round; ``ratio`` of medians of paired rounds with its 95 % interval."""
+    """Times in seconds, one a round; ``ratio`` to plain vLLM, medians over paired rounds, with its 95 %
+    interval; ``to_idle`` likewise to the same engine when no request uses a program, which leaves out how
+    far two engines that do the same are apart."""
 
     name: str
     workload: str
@@ -57,6 +59,8 @@ class Row:
     ratio: float | None = None
     interval: tuple[float, float] | None = None
     bound: float | None = None
+    to_idle: float | None = None
+    to_idle_interval: tuple[float, float] | None = None
 
     @property
     def median(self) -> float:
@@ -142,13 +146,18 @@ def to_rows(
     base: str,
     bounds: Mapping[tuple[str, Workload], float | None],
     dtype: str,
+    idle: Mapping[str, str] | None = None,
 ) -> list[Row]:
-    """Times to rows, with the ratio to the case ``base`` on the same workload."""
+    """Times to rows, with the ratio to the case ``base`` on the same workload, and to the case of the same
+    engine in which it idles (``idle``: case -> that case)."""
     rows = []
     for (name, workload), times in seconds.items():
         row = Row(name, workload.name, dtype, times, bound=bounds.get((name, workload)))
         if name != base:
             row.ratio, row.interval = ratio_of(times, seconds[base, workload])
+        own = (idle or {}).get(name), workload
+        if own in seconds:
+            row.to_idle, row.to_idle_interval = ratio_of(times, seconds[own])  # type: ignore[index]
         rows.append(row)
     return rows
 
@@ -181,13 +190,19 @@ def table(rows: list[Row]) -> Table:
         ("ratio", "right"),
         ("95 %", "right"),
         ("bound", "right"),
+        *((("to idle", "right"), ("95 % ", "right")) if any(row.to_idle for row in rows) else ()),
     ):
         out.add_column(name, justify=justify)  # type: ignore[arg-type]
     for row in sorted(rows, key=lambda r: (r.dtype, r.workload)):
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
         if row.bound is not None and row.ratio is not None and row.ratio > row.bound:
             ratio = f"[red]{ratio}[/red]"
-        interval = "" if row.interval is None else f"{row.interval[0]:.3f}-{row.interval[1]:.3f}"
+        interval, of_idle = (
+            "" if i is None else f"{i[0]:.3f}-{i[1]:.3f}" for i in (row.interval, row.to_idle_interval)
+        )
         bound = "" if row.bound is None else f"{row.bound:.3f}"
-        out.add_row(row.dtype, row.workload, row.name, f"{row.median * 1e3:.1f}", ratio, interval, bound)
+        more = ["" if row.to_idle is None else f"{row.to_idle:.3f}", of_idle][: len(out.columns) - 7]
+        out.add_row(
+            row.dtype, row.workload, row.name, f"{row.median * 1e3:.1f}", ratio, interval, bound, *more
+        )
     return out

@@ -135,7 +135,10 @@ def _observe_state(state: Any, collector: Collector) -> None:
 
     def _new_request_output(external_req_id: str, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         output = new_request(external_req_id, outputs, *args, **kwargs)
-        output.hook = next((o.hook for o in outputs if o.hook is not None), None)
+        for o in outputs:
+            if o.hook is not None:  # else the class says None, and this runs for every token
+                output.hook = o.hook
+                break
         return output
 
     state._new_completion_output = _new_completion_output
