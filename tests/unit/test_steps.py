@@ -185,3 +185,9 @@ def test_several_front_ends_are_refused():
         settings._refuse(config)
     config.parallel_config = ParallelConfig()
     settings._refuse(config)
+
+
+def test_the_rust_front_end_is_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(UnsupportedError, match=r"VLLM_USE_RUST_FRONTEND=1 \(0 works\)"):
+        settings._refuse(drafting())

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from vllm import envs
 from vllm.config import VllmConfig
 
 from ..errors import Problem, ProgramError, SiteError, UnsupportedError
@@ -184,6 +185,8 @@ def _refuse(config: VllmConfig) -> None:
         ),
         # Slots are counted, programs unloaded and small rows delivered as if one front end had all requests.
         (servers > 1, f"api_server_count={servers} (1 works)"),
+        # It reads the engine's outputs by itself: programs would not be admitted, rows not taken out.
+        (envs.VLLM_USE_RUST_FRONTEND, "VLLM_USE_RUST_FRONTEND=1 (0 works)"),
         (parallel.pipeline_parallel_size > 1, f"pipeline_parallel_size={parallel.pipeline_parallel_size}"),
         (parallel.data_parallel_size > 1, f"data_parallel_size={parallel.data_parallel_size}"),
         (getattr(parallel, "enable_dbo", False), "enable_dbo"),

@@ -124,8 +124,7 @@ def _chunk(t: Taken) -> Chunk | None:
     if values.numel() * values.element_size() > n * SMALL_ROW or plan.lane.site == "attention":
         return None
     rows = values.view(n, *t.shapes[0]).squeeze(2) if t.shapes else values.movedim(1, 0)
-    members = tuple((piece.req_id, piece.watch.index) for piece in plan.pieces)
-    return Chunk(members, plan.positions, rows.clone())  # pinned memory is for the next steps
+    return Chunk(plan.members, plan.positions, rows.clone())  # pinned memory is for the next steps
 
 
 def _stream_or_heads(
@@ -181,8 +180,9 @@ def _reduced(lane_plan: LanePlan, rows: Tensor) -> Tensor:
         return reference.probe(rows, t["weight"], t["bias"], t.get("mean"), t.get("scale"))
     if reduce[0] == "sae":
         return reference.sae(rows, t["encoder"], t["bias"], t.get("centre"), t.get("threshold"))
-    function = {"projection": reference.projection, "cosine": reference.cosine}[reduce[0]]
-    return function(rows, t["vector"])
+    x = rows.float()  # reference.projection and reference.cosine, with what they divide by worked out once
+    along: Tensor = x @ t["unit"]
+    return along if reduce[0] == "projection" else along / x.norm(dim=-1).clamp_min(1e-30)
 
 
 def _on(index: slice | np.ndarray, device: torch.device) -> slice | Tensor:

@@ -42,13 +42,15 @@ class Piece:
 @dataclass(frozen=True)
 class LanePlan:
     """``index[table]`` finds the lane's rows, in the order of its pieces, in buffers that follow a table.
-    ``positions`` are those of all rows; ``decode``: one row of each piece, of a token that was generated."""
+    ``positions`` are those of all rows; ``decode``: one row of each piece, of a token that was generated;
+    then ``members`` are (request, index of the observation) of each."""
 
     lane: Lane
     pieces: tuple[Piece, ...]
     index: Mapping[int, Index]
     positions: np.ndarray
     decode: bool = False
+    members: tuple[tuple[str, int], ...] = ()
 
     def at(self, piece: Piece) -> np.ndarray:
         """Positions of a piece."""
@@ -162,7 +164,8 @@ def make_plan(view: BatchView, states: Mapping[str, RequestState]) -> StepPlan |
         used = {table_of[lane.tap_site, layer] for layer in lane.layers}
         index = {t: _locate(rows[lane], tables[t]) for t in used}
         positions = np.concatenate([p for _, _, _, p, _ in entries])
-        lanes.append(LanePlan(lane, _pieces(entries), index, positions, decode[lane]))
+        members = tuple((req_id, watch.index) for req_id, _, watch, _, _ in entries) if decode[lane] else ()
+        lanes.append(LanePlan(lane, _pieces(entries), index, positions, decode[lane], members))
     return StepPlan(tuple(tables), table_of, tuple(lanes))
 
 

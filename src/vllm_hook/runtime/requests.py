@@ -139,6 +139,8 @@ class Tracker:
             if kind == "edit":
                 self.vectors.setdefault(name, {})[program] = parts["vector"]
             else:
+                if (vector := parts.get("vector")) is not None:  # what projections and cosines read each step
+                    parts = {**parts, "unit": vector / vector.norm()}
                 self.tensors[f"{program}/{name}"] = parts
 
     def drop_tensors(self, program: str) -> None:
