@@ -24,14 +24,14 @@ class Seen(SplitResiduals):
         super().__call__(graph)
         for node in graph.nodes:
             if node.op == "call_function" and node.args and node.args[0] in (edit.default, tap.default):
-                SEEN.append(sum(node.kwargs[name] is not None for name in ("residual", "addend")))
+                SEEN.append(sum(node.kwargs.get(name) is not None for name in ("residual", "addend")))
         VllmIRLoweringPass(VllmConfig())(graph)
 
 
-def compiled(f):
+def compiled(f, v2):
     SEEN.clear()
     torch._dynamo.reset()
-    options = {"post_grad_custom_post_pass": Seen(), "enable_auto_functionalized_v2": False}
+    options = {"post_grad_custom_post_pass": Seen(), "enable_auto_functionalized_v2": v2}
     return torch.compile(f, fullgraph=True, options=options)
 
 
@@ -51,9 +51,10 @@ def layer(site, dtype, before):
     return f
 
 
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])  # forms of functional ops; vLLM uses v1
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fused", [False, True], ids=["product", "fused"])
-def test_a_site_reads_what_is_in_memory(dtype, fused):
+def test_a_site_reads_what_is_in_memory(dtype, fused, v2):
     """Both addends, where both are, and then it changes no bit of what the compiler makes of the layer;
     else their sum, which is rounded for it. Either way it takes the stream as the next norm has it."""
     area = StepArea(AreaSize({PLACE: 8}, frozenset(), 0, 0), torch.device("cpu"))
@@ -62,8 +63,8 @@ def test_a_site_reads_what_is_in_memory(dtype, fused):
     z, r = torch.randn(8, WIDTH).to(dtype), torch.randn(8, WIDTH).to(dtype)
     uncached = torch._inductor.config.patch(force_disable_caches=True)
     with torch.no_grad(), uncached, ir.enable_torch_wrap(True):
-        plain = compiled(layer(None, dtype, before))(z, r)
-        run = compiled(layer(site, dtype, before))
+        plain = compiled(layer(None, dtype, before), v2)(z, r)
+        run = compiled(layer(site, dtype, before), v2)
         run(z, r)
         area.load(StepPlan((np.asarray([1, 5], dtype=np.int32),), {PLACE: 0}, ()), None)
         hooked = run(z, r)

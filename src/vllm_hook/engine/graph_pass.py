@@ -29,9 +29,9 @@ class SplitResiduals(InductorPass):  # type: ignore[misc]
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.nodes:
-            if not _is_site(node) or node.kwargs["addend"] is not None:
+            if not _is_site(node) or node.kwargs.get("addend") is not None:
                 continue
-            parts = _addends(node.kwargs["residual"])
+            parts = _addends(node.kwargs.get("residual"))
             if parts is not None:
                 node.kwargs = {**node.kwargs, "residual": parts[0], "addend": parts[1]}
 
