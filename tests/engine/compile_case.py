@@ -29,7 +29,6 @@ def main():
 
     model, mode = sys.argv[1:]
     settings = {
-        "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "max_model_len": 256,
