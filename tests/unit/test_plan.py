@@ -20,7 +20,7 @@ from vllm_hook.runtime.collect import collect, split
 from vllm_hook.runtime.edit_bank import EditBank
 from vllm_hook.runtime.plan import BatchView, Planner, make_plan, positions_within
 from vllm_hook.runtime.requests import PAYLOAD_KEY, Lane, Tracker, payload, read_payload, worker_rows
-from vllm_hook.runtime.rows import Blocks, Record, Rows, in_line
+from vllm_hook.runtime.rows import BLOCK_STEPS, Blocks, Chunk, Record, Rows, in_line
 from vllm_hook.sites import Armed, ModelFacts
 
 FACTS = ModelFacts("fake", layers=3, heads=2, kv_heads=1, head_dim=2, hidden=4)
@@ -401,6 +401,26 @@ def test_buffers_of_a_site_lie_in_one_piece_and_none_at_an_odd_address():
     rows, is_view = bank.rows_of([("resid_post", 3), ("resid_post", 4)], slice(0, 2))  # of two pieces
     assert not is_view
     assert torch.equal(rows[1], bank.taken["resid_post", 4][:2])
+
+
+def test_steps_that_come_at_once_are_of_one_block():
+    """Where a step had no output to travel with: no block is lost track of, so all are handed out."""
+    blocks, members = Blocks(), (("a", 0), ("b", 0))
+
+    def chunk(i):
+        return Chunk(members, np.asarray([i, i], dtype=np.int32), torch.full((2, 1), float(i)))
+
+    new, over = blocks.add([chunk(0), chunk(1)])
+    for i in range(2, 3 * BLOCK_STEPS):
+        more, done = blocks.add([chunk(i)])
+        new, over = new + more, over + done
+    assert len(new) == len(over) == 3
+    assert [x for block in new for x in block.record(1).positions.tolist()] == list(range(3 * BLOCK_STEPS))
+    [taken], _ = blocks.add([chunk(500)])
+    taken.record(0)  # a member left
+    new, over = blocks.add([chunk(501)])
+    assert over == [taken]
+    assert new[0] is not taken
 
 
 def rows_of(chunks, most=6, alone=True):

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from vllm_hook.errors import ProgramError
 from vllm_hook.program.load import load
+from vllm_hook.program.request import _using
 from vllm_hook.program.schema import Program, RequestSpec, parse_condition, parse_request, program_json_schema
 
 CONTRACT = """
@@ -222,6 +223,8 @@ def test_json_schema_describes_files_as_people_write_them() -> None:
         ('["guard", "calm"]', ("guard", "calm")),
         (' {"use": ["guard"]}', ("guard",)),
         ({"use": "guard"}, ("guard",)),
+        ({"use": None}, None),
+        ('{"use": null}', None),
         ({"spans": {"data": [1, 4]}}, None),
     ],
 )
@@ -229,6 +232,17 @@ def test_requests(value: object, use: tuple[str, ...] | None) -> None:
     spec = parse_request(value)
     assert spec is not None
     assert spec.use == use
+
+
+def test_what_is_kept_of_requests_is_small() -> None:
+    """Anybody can send a list of names: long ones are read anew each time."""
+    before = _using.cache_info().currsize
+    for i in range(40):
+        parse_request([f"invented-{i}-{k}" for k in range(17)])
+        with pytest.raises(ProgramError):
+            parse_request([f"invented-{i}-" + "x" * 200])
+    assert _using.cache_info().currsize == before
+    assert parse_request(["guard", "calm"]) is parse_request({"use": ["guard", "calm"]})
 
 
 def test_an_absent_request_is_none() -> None:
@@ -260,6 +274,11 @@ def test_a_full_request() -> None:
         ('"a" x', "not valid JSON"),
         (["guard", 3], "use[1]: Input should be a valid string"),
         (["guard", "guard"], "use: a program is named twice"),
+        ({"use": {"use": ["guard"]}}, "use"),
+        ({"use": {"set": {"a.b": 1}}}, "use"),
+        ({"use": {}}, "use"),
+        ({"use": 0}, "use"),
+        ({"use": {"schema": 1, "name": "p"}}, "use"),
         ({"uses": []}, "uses: unknown key; did you mean 'use'?"),
         ({"set": {"target": 1}}, "set.target: 'target' is not a parameter"),
         ({"set": {"a.b": "1"}}, "set.a.b: Input should be a valid number"),

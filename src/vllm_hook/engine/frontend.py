@@ -289,10 +289,10 @@ class Frontend:
         return min(self._max_len, len(context.prompt_ids) + (params.max_tokens or self._max_len))
 
     def _check_size(self, context: Context, params: SamplingParams) -> None:
-        key = params.max_tokens, params.n or 1
+        prompt, end = len(context.prompt_ids), self._end(context, params)
+        key = end, params.n or 1
         if key in context.fitting:
             return
-        prompt, end = len(context.prompt_ids), self._end(context, params)
         total = 0
         for (name, _, resolved), lane in zip(context.observations(), context.lanes, strict=True):
             rows = most_rows(resolved, prompt, end)

@@ -35,6 +35,10 @@ class SplitResiduals(InductorPass):  # type: ignore[misc]
             if parts is not None:
                 node.kwargs = {**node.kwargs, "residual": parts[0], "addend": parts[1]}
 
+    def uuid(self) -> str:
+        """Code compiled before a change of the pass is not found again."""
+        return str(InductorPass.hash_source(type(self), _is_site, _addends, _in_memory))
+
 
 def install(config: Any) -> None:
     """Before the model is made, which copies what its compiler is told. A pass of the user's own keeps its

@@ -40,14 +40,14 @@ class Context:
     """What was fixed at admission; shared by the n samples of a request. ``lanes`` run in the order
     of the observations of all ``uses``; ``data`` is the form in which all of it travels. What does not
     depend on the prompt is shared by requests that use the same programs in the same way; ``fitting``:
-    (max_tokens, n) of those whose results were found not to be too large."""
+    (end of positions, n) of those whose results were found not to be too large."""
 
     uses: tuple[Use, ...]
     lanes: tuple[Lane, ...]
     prompt_ids: Sequence[int]
     edits: EditRequest | None = None
     data: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    fitting: set[tuple[int | None, int]] = field(default_factory=set, compare=False)
+    fitting: set[tuple[int, int]] = field(default_factory=set, compare=False)
 
     def observations(self) -> list[tuple[str, Observation, ResolvedObservation]]:
         """(qualified id, definition, resolved form), in the order of the payload."""

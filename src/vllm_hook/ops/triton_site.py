@@ -310,7 +310,9 @@ def launch_site(
         raise UnsupportedError(f"rows of {width} values are wider than the {WIDEST} that a site can hold")
     addends = [x for x in (residual, addend) if x is not None]
     if any(x.stride(1) != 1 for x in (h, *addends)):
-        raise UnsupportedError("a site needs rows whose columns are neighbours")
+        raise UnsupportedError(
+            "a site needs rows whose columns are neighbours; the compiler laid them out otherwise"
+        )
     block = triton.next_power_of_2(width)
     warps = _warps(block, only_taps=state is None and tokens <= EARLY_LAUNCH_ROWS)
     first, second = (*addends, h, h)[:2]

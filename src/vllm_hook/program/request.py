@@ -52,6 +52,10 @@ class RequestSpec(Section):
     )
 
 
+#: Lists of at most so many names are kept: any client can send one.
+FEW = 16
+
+
 def parse_request(value: Any) -> RequestSpec | None:
     """Read the value of ``extra_args["hook"]``.
 
@@ -67,10 +71,9 @@ def parse_request(value: Any) -> RequestSpec | None:
             raise ProgramError(HOOK_ARG, f"not valid JSON: {error}") from None
     if isinstance(value, (bool, int, float)) and value == 0:
         return RequestSpec(use=())
-    if isinstance(value, dict) and value.keys() == {"use"}:
-        value = value["use"]
-    if isinstance(value, list) and all(isinstance(name, str) for name in value):
-        return _using(tuple(value))
+    names = value["use"] if isinstance(value, dict) and value.keys() == {"use"} else value
+    if isinstance(names, list) and len(names) <= FEW and all(_short(name) for name in names):
+        return _using(tuple(names))
     if isinstance(value, (str, list, tuple)):
         value = {"use": value}
     if not isinstance(value, dict):
@@ -83,6 +86,10 @@ def parse_request(value: Any) -> RequestSpec | None:
             "is a whole program; load it (HookLLM.load_program, or `programs` at start), and give its name",
         )
     return _validated(value)
+
+
+def _short(name: Any) -> bool:
+    return isinstance(name, str) and len(name) <= 128
 
 
 @lru_cache(maxsize=256)

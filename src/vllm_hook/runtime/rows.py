@@ -89,12 +89,14 @@ class Blocks:
         before, self._open = self._open, {}
         new, over = [], []
         for chunk in chunks:
-            block = before.get(chunk.members)
-            if block is None or block.closed:
+            # Several steps may come at once, where one had no output to travel with.
+            block = self._open.pop(chunk.members, None) or before.pop(chunk.members, None)
+            if block is not None and block.closed:  # somebody took its rows
+                over.append(block)
+                block = None
+            if block is None:
                 block = Block(chunk.members)
                 new.append(block)
-            else:
-                del before[chunk.members]
             block.add(chunk)
             if block.closed:
                 over.append(block)
