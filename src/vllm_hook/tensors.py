@@ -143,7 +143,7 @@ def read_vector(
 ) -> torch.Tensor:
     """A vector f32[width], of any width if that is None; a leading dimension of 1 is dropped."""
     source = _source(ref, base_dir)
-    return _of_width(source, ref.partition("#")[2] or "the tensor", read_tensor(ref, base_dir, store), width)
+    return _of_width(source, ref.partition("#")[2], read_tensor(ref, base_dir, store), width)
 
 
 def read_scalar(ref: str, base_dir: Path | None, store: Store | None = None) -> float:
@@ -315,7 +315,8 @@ def _of_width(source: str, name: str, tensor: torch.Tensor, width: int | None) -
     flat = tensor.reshape(-1) if tensor.numel() == math.prod(tensor.shape[-1:]) else tensor
     if flat.ndim != 1 or (width is not None and flat.numel() != width):
         needed = "width" if width is None else width
-        raise ProgramError(source, f"tensor {name!r} has shape {list(tensor.shape)}; [{needed}] is needed")
+        which = f"tensor {name!r}" if name else "its tensor"
+        raise ProgramError(source, f"{which} has shape {list(tensor.shape)}; [{needed}] is needed")
     return flat
 
 

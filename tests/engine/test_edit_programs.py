@@ -156,7 +156,7 @@ def test_weight_of_attention(judged):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"e.target": 1.0}, r"e\.target.*can set strength"),
+        ({"e.target": 1.0}, r"e\.target.*can set strength there"),
         ({"f.strength": 1.0}, r"f\.strength.*names no intervention.*one/e"),
         ({"other/e.strength": 1.0}, r"names no intervention"),
         ({"e.strength": float("nan")}, r"strength"),

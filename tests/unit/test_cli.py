@@ -238,6 +238,17 @@ def test_an_unknown_dtype(run, command):
     assert "unknown value 'float31'" in result.output
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--gpu"], "there is no GPU here"), (["--only", "32 sites"], "engines of the bench on a GPU")],
+)
+def test_options_of_the_bench_that_need_a_gpu(run, options, message):
+    result = run("bench", *options)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
 def test_check_with_a_model_says_what_it_arms(run, good, config):
     result = run("check", good, "--model", config, "--max-num-seqs", 8, "--max-num-batched-tokens", 100)
     assert result.exit_code == 0, result.output

@@ -275,7 +275,7 @@ def test_tensor_problems_have_field_line_and_file(tmp_path: Path) -> None:
         (9, "observe.calm.reduce.cosine"),
     ]
     assert "none.safetensors: no such file" in str(error.value)
-    assert "v.safetensors: tensor 'the tensor' has shape [3]; [4] is needed" in str(error.value)
+    assert "v.safetensors: its tensor has shape [3]; [4] is needed" in str(error.value)
 
 
 def test_a_server_reads_no_files(tmp_path: Path) -> None:

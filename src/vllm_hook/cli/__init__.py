@@ -18,10 +18,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Read a served model's internals, per request, while vLLM runs at full speed.
+    help="""Read and change a served model's internals, per request, while vLLM runs at full speed.
 
 A [bold]program[/bold] is a small YAML file. It says which states of which layers, heads and
-positions to observe, and how to score them.
+positions to observe or to edit, and how to score what was observed.
 
 [bold]Start here[/bold]
 

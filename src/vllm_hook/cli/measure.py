@@ -28,7 +28,10 @@ def bench(
         typer.Option("--gpu/--cpu", help="Which set to measure (default: a GPU if there is one)."),
     ] = None,
     only: Annotated[
-        str, typer.Option(help='GPU: comma-separated, of "32 sites", "few sites", "prompt rows", "eager".')
+        str,
+        typer.Option(
+            help='GPU: comma-separated, of "32 sites", "32 taps", "few sites", "prompt rows", "eager".'
+        ),
     ] = "",
 ) -> None:
     """Measure what observing and steering cost, against plain vLLM.
@@ -46,12 +49,17 @@ def bench(
     with friendly_errors():
         from ..environment import has_gpu
 
+        if gpu and not has_gpu():
+            raise typer.BadParameter("there is no GPU here", param_hint="--gpu")
         options.folder(out.parent)
         if has_gpu() if gpu is None else gpu:
-            from ..bench.gpu import run_gpu
+            from ..bench.gpu import ENGINES, run_gpu
 
+            options.words("--only", only, [*ENGINES, "eager"])
             run_gpu(None if model is None else model_path(model), rounds or 20, out, stdout(), only)
             return
+        if only:
+            raise typer.BadParameter("chooses engines of the bench on a GPU", param_hint="--only")
         kinds = options.words("--dtypes", dtypes, options.DTYPES)
         path = model_path(model or DEMO_MODEL)
         from ..describe import model_facts

@@ -16,6 +16,7 @@ from ..errors import ProgramError
 from ..program.checked import CheckedProgram
 from ..program.resolve import OpenRange, Prompt, ResolvedEdit, ResolvedObservation, ResolvedProgram, union
 from ..sites import ModelFacts, site
+from ..suggest import did_you_mean
 from .compiled import CompiledEdit, CompiledEdits, check_size, with_scalars
 from .edit_conflicts import Setter, refuse_request_conflicts, setter
 from .edit_limits import check_limits, heavy_entries, row_gates
@@ -111,7 +112,11 @@ def _assign(
             raise ProgramError("hook.set", f"{key!r} {what}; interventions: {known}")
         allowed = owners[found[0]].scalars
         if name not in allowed:
-            raise ProgramError("hook.set", f"{key!r}: can set {', '.join(allowed) or 'nothing'} there")
+            raise ProgramError(
+                "hook.set",
+                f"{key!r}: {target!r} has no parameter {name!r}; a request can set "
+                f"{', '.join(allowed) or 'nothing'} there{did_you_mean(name, allowed)}",
+            )
         if not math.isfinite(value):
             raise ProgramError("hook.set", f"{key!r} is {value}; a finite number is needed")
         assigned.setdefault(found[0], {})[name] = value
