@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", help="folder of a Hugging Face model with safetensors")
     parser.add_argument("out", help="file to write, .safetensors")
     args = parser.parse_args(argv)
-    Console(highlight=False, soft_wrap=True).print(f"written: {extract(args.folder, args.out)}", markup=False)
+    sys.stdout.write(f"written: {extract(args.folder, args.out)}\n")
 
 
 if __name__ == "__main__":

@@ -395,10 +395,10 @@ def test_buffers_of_a_site_lie_in_one_piece_and_none_at_an_odd_address():
     for layers, view in (([0, 1], True), ([1, 5], True), ([3], True), ([0, 1, 5], False), ([5, 1], False)):
         keys = [("resid_post", layer) for layer in layers]
         for index in (slice(0, 2), torch.tensor([2, 0])):
-            rows, is_view = bank.rows_of(keys, index)
+            rows, is_view = bank.rows_of(keys, [index] * len(keys))
             assert torch.equal(rows, torch.stack([bank.taken[key][index] for key in keys]))
             assert is_view == (view and isinstance(index, slice))
-    rows, is_view = bank.rows_of([("resid_post", 3), ("resid_post", 4)], slice(0, 2))  # of two pieces
+    rows, is_view = bank.rows_of([("resid_post", 3), ("resid_post", 4)], [slice(0, 2)] * 2)  # of two pieces
     assert not is_view
     assert torch.equal(rows[1], bank.taken["resid_post", 4][:2])
 

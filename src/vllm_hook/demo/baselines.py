@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from .. import jsonl
 from ..build.heads import auroc, packaged
@@ -118,4 +118,4 @@ def _mean(values: Sequence[float]) -> float:
 
 
 if __name__ == "__main__":
-    Console(highlight=False, soft_wrap=True).print(markdown(), end="", markup=False)
+    sys.stdout.write(markdown())

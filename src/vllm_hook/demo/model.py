@@ -245,4 +245,4 @@ def _steps(show: bool) -> Iterator[Step]:
 
 
 if __name__ == "__main__":
-    Console(highlight=False, soft_wrap=True).print(str(smollm2()))
+    sys.stdout.write(f"{smollm2()}\n")

@@ -136,15 +136,18 @@ class SiteBank:
         """Rows taken at a site in this step: [n, width], a view where ``index`` is a slice."""
         return self.taken[key][index]
 
-    def rows_of(self, keys: Sequence[Key], index: slice | Tensor) -> tuple[Tensor, bool]:
-        """Rows taken at several layers of a site: [layers, n, width], and whether that is a view."""
+    def rows_of(self, keys: Sequence[Key], indices: Sequence[slice | Tensor]) -> tuple[Tensor, bool]:
+        """Rows taken at several layers of a site, one index for each: [layers, n, width], and whether that
+        is a view."""
+        index = indices[0]
         stack, first = self._stacks[keys[0]]
         places = [self._stacks[key][1] for key in keys]
         step = places[1] - first if len(places) > 1 else 1
         if (
             any(self._stacks[key][0] is not stack for key in keys)
+            or any(other is not index for other in indices)
             or step < 1
             or places != [*range(first, first + step * len(places), step)]
         ):
-            return torch.stack([self.rows(key, index) for key in keys]), False
+            return torch.stack([self.rows(*own) for own in zip(keys, indices, strict=True)]), False
         return stack[first : places[-1] + 1 : step, index], isinstance(index, slice)

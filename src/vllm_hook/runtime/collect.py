@@ -146,11 +146,7 @@ def _rows(
     lane = lane_plan.lane
     index = {t: _on(i, bank.device) for t, i in lane_plan.index.items()}
     keys = [(lane.tap_site, layer) for layer in lane.layers]
-    tables = {plan.table_of[key] for key in keys}
-    if len(tables) == 1:
-        rows, view = bank.rows_of(keys, index[tables.pop()])
-    else:
-        rows, view = torch.stack([bank.rows(key, index[plan.table_of[key]]) for key in keys]), False
+    rows, view = bank.rows_of(keys, [index[plan.table_of[key]] for key in keys])
     if pieces:
         rows = rows.view(len(keys), pieces, -1, rows.shape[-1]).transpose(0, 1)
     if site(lane.site).kind == "head":
