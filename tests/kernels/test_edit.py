@@ -297,3 +297,32 @@ def test_opcheck_idle() -> None:
         s.state.tensors(),
     )
     torch.library.opcheck(library.edit.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_tables_say_what_a_chain_needs_of_the_kernel():
+    plain, clamp = entry(0, 1, a=1.0), entry(1, 1, a=1.0, b=-1.0)
+    chains = {
+        op.SUMS_ONLY: [[plain], [plain, plain]],
+        op.PRODUCTS: [[clamp], [plain, clamp], [clamp, plain]],
+        op.GENERAL: [
+            [plain, plain, plain],
+            [entry(0, 1, a=1.0, act="relu")],
+            [plain, entry(0, 1, a=1.0, keep=1)],
+            [entry(0, 1, kind=op.ROTATE, a=1.0)],
+            [entry(0, 1, a=1.0, gate=(op.LATCHED, 0))],
+            [entry(0, 1, a=1.0, gate=(op.BY_ROW, 0)), plain],
+            [entry(0, 1, a=1.0, row=2)],
+        ],
+    }
+    s = Bench()
+    s.chains = [chain for some in chains.values() for chain in some]
+    s.rows = [(row, row) for row in range(len(s.chains))]
+    s.run(torch.zeros(ROWS, WIDTH), None)
+    at = int(s.area.headers[PLACE][op.RECORDS])
+    records = s.area.step[at : at + op.RECORD_SIZE * ROWS].view(ROWS, op.RECORD_SIZE)
+    assert records[:, op.PATH].tolist() == [path for path, some in chains.items() for _ in some]
+    condition(s, 0, flag=2, bound=1.0, per_row=1)
+    watch(s, [(0, 0)])
+    s.run(torch.zeros(ROWS, WIDTH), None)
+    at = int(s.area.headers[PLACE][op.RECORDS])
+    assert int(s.area.step[at + op.PATH]) == op.GENERAL

@@ -14,7 +14,7 @@ import torch
 
 from kernels.test_edit import PLACE, ROWS, Bench, as_reference, condition, entry, watch
 from vllm_hook.ops import edit as op
-from vllm_hook.ops import reference
+from vllm_hook.ops import reference, triton_site
 from vllm_hook.ops.attention import PagedKeys
 from vllm_hook.ops.reference import AttentionRule
 from vllm_hook.ops.triton_attention import Query, paged_attention, row_table
@@ -52,8 +52,33 @@ def both(h, residual):
     return h.to(DEVICE), None if residual is None else residual.to(DEVICE)
 
 
+def any_chain(r):
+    chain = []
+    for _ in range(r.randint(1, 3)):
+        if r.random() < 0.3:
+            chain.append(entry(4, 5, kind=op.ROTATE, a=0.6, b=0.8, keep=r.randint(0, 1)))
+        else:
+            numbers = {"a": r.uniform(-2, 2), "b": r.uniform(-1, 1), "c": r.uniform(-1, 1)}
+            act, keep, theta = r.choice(["identity", "relu", "jump"]), r.randint(0, 1), r.uniform(0, 2)
+            chain.append(entry(r.randrange(4), r.randrange(4), act=act, keep=keep, theta=theta, **numbers))
+    return chain
+
+
+def short_chain(r):
+    """What the kernel has a path of its own for: adds, clamps and affine edits, at most two."""
+    chain = []
+    for _ in range(r.randint(1, 2)):
+        u = r.randrange(4)
+        b = r.choice([0.0, -1.0, r.uniform(-1, 1)])
+        chain.append(entry(u, r.choice([u, r.randrange(4)]), a=r.uniform(-2, 2), b=b, c=r.uniform(-1, 1)))
+    return chain
+
+
+@pytest.mark.parametrize("guess", [True, False], ids=["rows are guessed", "rows are looked up"])
+@pytest.mark.parametrize("make", [any_chain, short_chain])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_chains_equal_the_definition(seed):
+def test_random_chains_equal_the_definition(seed, make, guess, monkeypatch):
+    monkeypatch.setattr(triton_site, "EARLY_LAUNCH_ROWS", ROWS if guess else 0)
     r = random.Random(seed)
     torch.manual_seed(seed)
     width = r.choice([16, 24, 40])
@@ -61,19 +86,7 @@ def test_random_chains_equal_the_definition(seed):
     q, _ = torch.linalg.qr(torch.randn(width, 2))
     s.bank[4], s.bank[5] = q[:, 0].to(DEVICE), q[:, 1].to(DEVICE)
     for _ in range(r.randint(1, 4)):
-        chain = []
-        for _ in range(r.randint(1, 3)):
-            if r.random() < 0.3:
-                chain.append(entry(4, 5, kind=op.ROTATE, a=0.6, b=0.8, keep=r.randint(0, 1)))
-            else:
-                numbers = {"a": r.uniform(-2, 2), "b": r.uniform(-1, 1), "c": r.uniform(-1, 1)}
-                act = r.choice(["identity", "relu", "jump"])
-                keep = r.randint(0, 1)
-                theta = r.uniform(0, 2)
-                chain.append(
-                    entry(r.randrange(4), r.randrange(4), act=act, keep=keep, theta=theta, **numbers)
-                )
-        s.chains.append(chain)
+        s.chains.append(make(r))
     s.rows = [(row, r.randrange(len(s.chains))) for row in r.sample(range(ROWS), r.randint(1, ROWS))]
     s.taken = r.sample(range(ROWS), r.randint(1, ROWS))
     s.buf = torch.full((ROWS, width), 7.25, device=DEVICE)

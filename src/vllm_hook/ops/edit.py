@@ -17,10 +17,12 @@ from its start; floats lie there as their bits::
 
     site header  [48]  RECORDS, N_RECORDS, LATCHED, N_LATCHED, the first record, its first two entries,
                        TAKEN, N_TAKEN
-    record       [8]   ROW, DST, ENTRIES, N_ENTRIES, CONDS, N_CONDS       a row of this site, once
+    record       [8]   ROW, DST, ENTRIES, N_ENTRIES, CONDS, N_CONDS, PATH   a row of this site, once
     entry        [16]  KIND U V ACT KEEP_NORM HEAD GATE_KIND GATE ROW_GATE  A B C THETA
     condition    [16]  COND_KIND COND_U OVER ABOVE FLAG PER_ROW ROWS N_ROWS  COND_C BOUND COUNT
 
+``PATH`` says what the row needs: ``SUMS_ONLY`` is at most two ungated edits without product, activation
+or kept norm; ``PRODUCTS`` the same with products; ``GENERAL`` anything.
 The copies in the header save a GPU two look-ups, each a trip to memory, where a site has one row.
 ``TAKEN`` lists the rows that go to the buffer, in order: what the CPU path needs of them.
 ``DST``: where the row goes in the site's buffer, -1 nowhere. ``CONDS`` and ``LATCHED`` are lists of
@@ -41,7 +43,7 @@ import torch
 from torch import Tensor
 
 RECORDS, N_RECORDS, LATCHED_CONDS, N_LATCHED = range(4)
-ROW, DST, ENTRIES, N_ENTRIES, CONDS, N_CONDS = range(6)
+ROW, DST, ENTRIES, N_ENTRIES, CONDS, N_CONDS, PATH = range(7)
 KIND, U, V, ACT, KEEP_NORM, HEAD, GATE_KIND, GATE, ROW_GATE, A, B, C, THETA = range(13)
 COND_KIND, COND_U, OVER, ABOVE, FLAG, PER_ROW, ROWS, N_ROWS, COND_C, BOUND, COUNT = range(11)
 #: int32s of a site header, a record, an entry and a condition.
@@ -50,6 +52,7 @@ HEADER_SIZE, RECORD_SIZE, ENTRY_SIZE, COND_SIZE = 48, 8, 16, 16
 FIRST_RECORD, FIRST_ENTRIES, COPIED_ENTRIES = 4, 12, 2
 TAKEN, N_TAKEN = 44, 45
 
+SUMS_ONLY, PRODUCTS, GENERAL = 0, 1, 2
 RANK_ONE, ROTATE = 0, 1
 IDENTITY, RELU, JUMP_RELU = 0, 1, 2
 NO_GATE, LATCHED, BY_ROW = 0, 1, 2

@@ -2,9 +2,11 @@
 
 One program a record, with the whole row in registers (up to 16,384 wide). In a captured graph the
 number of programs is that of the padded batch; those beyond the records of the step end after one
-load. Conditions by row are read by the program of their row; conditions that are decided once for
-a request may stand in any number of rows, and edits of other rows at the same site may wait for
-them, so they are a launch of their own (steps that have any run without CUDA graphs).
+load. What most edits need, sums of at most two vectors, is a short path of its own: the code of a
+kernel is cold again, too, when the next layer needs it. Conditions by row are read by the program
+of their row; conditions that are decided once for a request may stand in any number of rows, and
+edits of other rows at the same site may wait for them, so they are a launch of their own (steps
+that have any run without CUDA graphs).
 """
 
 # Kernels are no Python functions: their arguments have no types that a checker could know.
@@ -73,6 +75,12 @@ def _entry(step, entry):
 
 
 @triton.jit
+def _scalars(step, entry):
+    """a, b and c of an entry."""
+    return _float(step, entry + 9), _float(step, entry + 10), _float(step, entry + 11)
+
+
+@triton.jit
 def _vectors(bank, step, entry, present, d, D: tl.constexpr, width: tl.constexpr):
     """u and v of an entry, spread over the row: zero outside its head. What is not needed (u of an entry
     that only adds) or is there already (u, where it is v) is not read: one row is the work of one
@@ -138,9 +146,49 @@ def _open(fields, row, flags, row_flags, flag_rows):
 
 
 @triton.jit
-def _gated_change(x, u, v, fields, d, D: tl.constexpr, width: tl.constexpr, row, flags, row_flags, flag_rows):
-    change = _change(x, u, v, fields, d, D, width)
-    return tl.where(_open(fields, row, flags, row_flags, flag_rows) != 0, change, 0.0)
+def _sums(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _up_to_two(x, u_0, v_0, u_1, v_1, fields_0, fields_1, n_entries, products):
+    """What at most two ungated edits without activation add to a row. The second works on what the first
+    left, ``<x + s_0 v_0, u_1> = <x, u_1> + s_0 <v_0, u_1>``, so all sums are taken at once."""
+    s_0, b_0, c_0 = fields_0
+    s_1, b_1, c_1 = fields_1
+    if products:
+        dot_0, dot_1, cross = tl.reduce((x * u_0, x * u_1, v_0 * u_1), 0, _sums)
+        s_0 += b_0 * (dot_0 + c_0)
+        s_1 += b_1 * (dot_1 + s_0 * cross + c_1)
+    # What stands in the place of an entry that is not there may be anything.
+    return tl.where(n_entries > 0, s_0 * v_0, 0.0) + tl.where(n_entries > 1, s_1 * v_1, 0.0)
+
+
+@triton.jit
+def _general(
+    x, bank, step, record, n_entries, row, flags, row_flags, flag_rows, d,
+    D: tl.constexpr, width: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The conditions by row, then what any chain of edits adds to a row."""
+    conds, n_conds = _word(step, record + 4), _word(step, record + 5)
+    if n_conds > 0:  # else the compiler works out before the loop what its rounds share
+        for k in range(n_conds):
+            cond = _word(step, conds + k)
+            value = _value(x, bank, step, cond, d, width)
+            bound = _float(step, cond + 9)
+            holds = tl.where(_word(step, cond + 3) != 0, value > bound, value < bound)
+            flag = _word(step, cond + 4).to(tl.int64)
+            tl.store(row_flags + flag * flag_rows + row, holds.to(tl.float32))
+        tl.debug_barrier()
+    delta = tl.zeros([BLOCK], dtype=tl.float32)
+    entries = _word(step, record + 2)
+    for e in range(n_entries):
+        entry = entries + e * 16
+        fields = _entry(step, entry)
+        u, v = _vectors(bank, step, entry, n_entries > e, d, D, width)
+        change = _change(x + delta, u, v, fields, d, D, width)
+        delta += tl.where(_open(fields, row, flags, row_flags, flag_rows) != 0, change, 0.0)
+    return delta
 
 
 @triton.jit
@@ -179,6 +227,7 @@ def _site_kernel(
     ADDENDS: tl.constexpr,
     HAS_BUF: tl.constexpr,
     HAS_STATE: tl.constexpr,
+    GUESS: tl.constexpr,
     launch_pdl: tl.constexpr,
 ):
     j = tl.program_id(0)
@@ -200,42 +249,30 @@ def _site_kernel(
     row = _word(step, record).to(tl.int64)
     dst = _word(step, record + 1).to(tl.int64)
     if HAS_STATE:
-        conds, n_conds = _word(step, record + 4), _word(step, record + 5)
-        first = _entry(step, entries)
+        path = _word(step, record + 6)
+        first, second = _scalars(step, entries), _scalars(step, entries + 16)
         u_0, v_0 = _vectors(bank, step, entries, n_entries > 0, d, D, width)
     if launch_pdl:
         tl.extra.cuda.gdc_wait()
+    own = tl.zeros([BLOCK], dtype=tl.float32)
+    rest = tl.zeros([BLOCK], dtype=tl.float32)
+    if GUESS:  # of few rows the j-th is most often that of record j: it need not wait for the tables
+        own = tl.load(h + j * h_row + d, mask=mask, other=0.0).to(tl.float32)
+        rest = _rest(residual, residual_row, addend, addend_row, j, d, mask, BLOCK, ADDENDS)
     if j < n:
-        own = tl.load(h + row * h_row + d, mask=mask, other=0.0).to(tl.float32)
-        rest = _rest(residual, residual_row, addend, addend_row, row, d, mask, BLOCK, ADDENDS)
+        if (not GUESS) or (row != j):
+            own = tl.load(h + row * h_row + d, mask=mask, other=0.0).to(tl.float32)
+            rest = _rest(residual, residual_row, addend, addend_row, row, d, mask, BLOCK, ADDENDS)
         if HAS_STATE:
             x = own + rest
-            second = _entry(step, entries + 16)
             u_1, v_1 = _vectors(bank, step, entries + 16, n_entries > 1, d, D, width)
-            if n_conds > 0:  # else the compiler works out before the loop what its rounds share
-                for k in range(n_conds):
-                    cond = _word(step, conds + k)
-                    value = _value(x, bank, step, cond, d, width)
-                    bound = _float(step, cond + 9)
-                    holds = tl.where(_word(step, cond + 3) != 0, value > bound, value < bound)
-                    flag = _word(step, cond + 4).to(tl.int64)
-                    tl.store(row_flags + flag * flag_rows + row, holds.to(tl.float32))
-                tl.debug_barrier()
             delta = tl.zeros([BLOCK], dtype=tl.float32)
-            if n_entries > 0:
-                delta = _gated_change(x, u_0, v_0, first, d, D, width, row, flags, row_flags, flag_rows)
-            if n_entries > 1:
-                delta += _gated_change(
-                    x + delta, u_1, v_1, second, d, D, width, row, flags, row_flags, flag_rows
+            if path == 2:
+                delta = _general(
+                    x, bank, step, record, n_entries, row, flags, row_flags, flag_rows, d, D, width, BLOCK
                 )
-            if n_entries > 2:
-                others = _word(step, record + 2)
-                for e in range(2, n_entries):
-                    entry = others + e * 16
-                    u, v = _vectors(bank, step, entry, n_entries > e, d, D, width)
-                    delta += _gated_change(
-                        x + delta, u, v, _entry(step, entry), d, D, width, row, flags, row_flags, flag_rows
-                    )
+            else:
+                delta = _up_to_two(x, u_0, v_0, u_1, v_1, first, second, n_entries, path == 1)
             if n_entries > 0:
                 # A row that did not change keeps its bits, also the sign of a zero.
                 new = tl.where(delta == 0.0, own, own + delta).to(h.dtype.element_ty)
@@ -334,7 +371,7 @@ def launch_site(
         fired if buf is None else buf,
         flags, row_flags, row_flags.stride(0), bank, width, inner,
         BLOCK=block, ADDENDS=len(addends), HAS_BUF=buf is not None,
-        HAS_STATE=state is not None, num_warps=warps,
+        HAS_STATE=state is not None, GUESS=tokens <= EARLY_LAUNCH_ROWS, num_warps=warps,
         launch_pdl=tokens <= EARLY_LAUNCH_ROWS and _early_launch(h.device),
     )  # fmt: skip
 

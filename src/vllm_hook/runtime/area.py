@@ -154,7 +154,7 @@ class _Packer:
         self.end = op.HEADER_SIZE * places
         self.out[: self.end] = 0
         self.latched = False
-        self.chain_at = self.chain_n = np.empty(0, dtype=np.int32)
+        self.chain_at = self.chain_n = self.chain_path = np.empty(0, dtype=np.int32)
         self.cond_at = np.empty(0, dtype=np.int32)
         self._tables: dict[tuple[int, int, int], np.ndarray] = {}
 
@@ -176,6 +176,7 @@ class _Packer:
         entries[:, op.A : op.THETA + 1] = plan.entry_float.view(np.int32)
         self.chain_at = self.put(entries) + op.ENTRY_SIZE * plan.chain_start[:-1]
         self.chain_n = np.diff(plan.chain_start)
+        self.chain_path = _paths(entries, plan.chain_start, self.chain_n)
         conds = np.zeros((len(plan.cond_int), op.COND_SIZE), dtype=np.int32)
         conds[:, : op.PER_ROW + 1] = plan.cond_int
         conds[:, op.COND_C : op.COUNT + 1] = plan.cond_float.view(np.int32)
@@ -220,12 +221,14 @@ class _Packer:
             at = _find(rows, edited[0])
             records[at, op.ENTRIES] = self.chain_at[edited[1]]
             records[at, op.N_ENTRIES] = self.chain_n[edited[1]]
+            records[at, op.PATH] = self.chain_path[edited[1]]
         if by_row is not None:
             start = self.put(self.cond_at[which])
             own, first, count = np.unique(by_row, return_index=True, return_counts=True)
             at = _find(rows, own)
             records[at, op.CONDS] = start + first
             records[at, op.N_CONDS] = count
+            records[at, op.PATH] = op.GENERAL
         header = np.zeros(op.HEADER_SIZE, dtype=np.int32)
         header[: op.FIRST_RECORD] = self.put(records), len(rows), *latched
         if taken is not None:
@@ -262,6 +265,16 @@ class _Packer:
 
 
 _NONE = np.empty(0, dtype=np.int32)
+
+
+def _paths(entries: np.ndarray, chain_start: np.ndarray, chain_n: np.ndarray) -> np.ndarray:
+    """What each chain needs of the kernel."""
+    general = (entries[:, [op.KIND, op.ACT, op.KEEP_NORM, op.GATE_KIND]] != 0).any(1)
+    general |= entries[:, op.ROW_GATE] >= 0
+    need = np.where(general, op.GENERAL, np.where(entries[:, op.B] != 0, op.PRODUCTS, op.SUMS_ONLY))
+    own = np.full(len(chain_n), op.SUMS_ONLY)
+    np.maximum.at(own, np.repeat(np.arange(len(chain_n)), chain_n), need)
+    return np.where(chain_n > op.COPIED_ENTRIES, op.GENERAL, own)
 
 
 def _find(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray | slice:
