@@ -60,11 +60,6 @@ def bus(out: Path) -> None:
 def profile(out: Path) -> None:
     """Where the time of decode steps goes, plain and with each program: a table of kernels a step, time in
     which the device had nothing to do, and traces for a closer look (chrome://tracing)."""
-    import torch
-    from torch.profiler import ProfilerActivity
-
-    from vllm_hook.bench.measure import runner
-
     settings, config = gpu.shared_settings(None, out / "profile", {})
     sources = gpu.programs(32, 32, gpu.write_vectors(out / "v.safetensors", gpu.LLAMA_8B))
     plain = gpu.start_engine(gpu.PLAIN, settings, [], out)
@@ -74,18 +69,28 @@ def profile(out: Path) -> None:
     cases += [(128, "plain"), *((128, hook) for hook in (False, "stack", "last"))]
     found: dict[str, Any] = {}
     for batch, hook in cases:
-        name, steps = f"{hook or 'idle'}-{batch}", 17
+        name = f"{hook or 'idle'}-{batch}"
         engine, hook = (plain, None) if hook == "plain" else (hooked, hook)
-        run = runner(engine, Workload("", batch, 64, steps), config["vocab_size"], hook)
-        run()
-        with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-            run()
-            torch.cuda.synchronize()
-        seen.export_chrome_trace(str(out / f"trace-{name}.json.gz"))
-        found[name] = kernels(out / f"trace-{name}.json.gz", steps)
+        found[name] = traced(out / f"trace-{name}.json.gz", engine, batch, config["vocab_size"], hook)
         ours = {key: value for key, value in found[name]["kernels"].items() if "_site_kernel" in key}
         print(name, {key: round(value, 1) for key, value in found[name].items() if key != "kernels"}, ours)
     (out / "profile.json").write_text(json.dumps(found, indent=1))
+
+
+def traced(trace: Path, engine: Any, batch: int, vocabulary: int, hook: Any) -> dict[str, Any]:
+    """A prefill and 16 decode steps of an engine in this process: see :func:`kernels`."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    from vllm_hook.bench.measure import runner
+
+    run = runner(engine, Workload("", batch, 64, 17), vocabulary, hook)
+    run()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    seen.export_chrome_trace(str(trace))
+    return kernels(trace, 17)
 
 
 def kernels(trace: Path, steps: int) -> dict[str, Any]:
@@ -118,9 +123,9 @@ def kernels(trace: Path, steps: int) -> dict[str, Any]:
     return found
 
 
-def idle(out: Path) -> None:
-    """Armed and idle against plain, three engines of each: how far engines that do the same are apart, and
-    whether armed ones are apart from that."""
+def idle(out: Path, each: int = 3) -> None:
+    """Armed and idle against plain, three engines of each: how far engines that do the same are apart,
+    whether armed ones are apart from that, and what of it is the device's (the graph of a step)."""
     import numpy as np
     from rich.console import Console
 
@@ -130,21 +135,28 @@ def idle(out: Path) -> None:
     sources = gpu.programs(32, 32, gpu.write_vectors(out / "v.safetensors", gpu.LLAMA_8B))
     armed = [sources[name] for name in gpu.ENGINES["32 sites"]]
     engines = {}
-    for i in range(3):
-        engines[f"plain {i}"] = gpu.start_engine(gpu.PLAIN, settings, [], out)
-        engines[f"armed {i}"] = gpu.start_engine("armed", settings, armed, out)
-    work = (gpu.ONE, gpu.MANY, Workload("prefill, 2 prompts of 4,000 tokens", 2, 4000, 1))
+    found: dict[str, Any] = {}
+    for i in range(2 * each):
+        kind, hook, used = (gpu.PLAIN, None, []) if i % 2 == 0 else ("armed", False, armed)
+        name = f"{kind.split()[0]} {i // 2}"
+        engine = engines[name] = gpu.start_engine(kind, settings, used, out)
+        own = traced(out / f"trace-{name.replace(' ', '-')}.json.gz", engine, 1, config["vocab_size"], hook)
+        found[name] = {key: own.get(key) for key in ("graph", "step", "idle")}
+        print(name, found[name], flush=True)
+    work = (
+        *(gpu.ONE, gpu.MANY, Workload("first token of 64, 5 in turn", 1, 64, 1, times=5)),
+        Workload("prefill, 2 prompts of 4,000 tokens", 2, 4000, 1),
+    )
     runs = {
         (name, w): runner(engine, w, config["vocab_size"], False if "armed" in name else None)
         for w in work
         for name, engine in engines.items()
     }
     seconds = interleaved(runs, 20, "bfloat16", Console())
-    found = {}
     random = np.random.default_rng(0)
     for w in work:
-        plain = np.asarray([seconds[f"plain {i}", w] for i in range(3)])  # [engine, round]
-        hooked = np.asarray([seconds[f"armed {i}", w] for i in range(3)])
+        plain = np.asarray([seconds[f"plain {i}", w] for i in range(each)])  # [engine, round]
+        hooked = np.asarray([seconds[f"armed {i}", w] for i in range(each)])
         medians = [np.median(x, axis=1) / np.median(plain) for x in (plain, hooked)]
         ratios = hooked.mean(axis=0) / plain.mean(axis=0)
         low, high = np.percentile(np.median(random.choice(ratios, (2000, len(ratios))), axis=1), [2.5, 97.5])

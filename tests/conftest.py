@@ -32,6 +32,8 @@ if GPU:
     os.environ.setdefault("VLLM_FLOAT32_MATMUL_PRECISION", "highest")  # as exact as fp32 can be
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # CUDA is in use here already
+    # Else the compiler picks kernels by their time, and two engines that compile apart differ in bits.
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
 #: Arms every site of every layer for every row.
 EVERY_SITE = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z")

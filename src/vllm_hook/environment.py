@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from pathlib import Path
+from unittest import mock
 
 DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM's own default fails on small machines. GPUs do not read it.
@@ -34,7 +35,9 @@ def for_engine(model: str | Path | None = None) -> None:
 
 
 def has_gpu() -> bool:
-    """Whether vLLM would run on a GPU here."""
+    """Whether vLLM would run on a GPU here. The answer comes from the driver's library: torch's own way
+    sets CUDA up, and an engine that is forked from this process later could not use it."""
     import torch
 
-    return torch.cuda.is_available()
+    with mock.patch.dict(os.environ, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+        return torch.cuda.is_available()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -212,3 +215,17 @@ def test_neighbours_keep_every_bit(llm, tensors):
     assert plain == again
     changed = {i for i in range(16) if mixed[i] != plain[i]}
     assert changed == {i for i, hook in enumerate(hooks) if hook == "steer"}
+
+
+def test_to_ask_for_a_gpu_does_not_keep_it_from_engines_that_are_forked():
+    code = """
+import os
+from vllm_hook.environment import has_gpu
+assert has_gpu()
+if child := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+import torch
+torch.zeros(1, device="cuda")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -106,7 +106,9 @@ CASES = (
     ("32 taps", Case("last prompt token of 32 layers", MANY, "last", 1.01)),
     ("32 taps", Case("last prompt token of 32 layers", LONG, "last", 1.01)),
     ("32 taps", Case("every generated token of 32 layers", ONE, "every", 1.01)),
+    ("32 sites", Case("last prompt token of 32 layers, edits armed too", ONE, "last")),
     ("32 sites", Case("last prompt token of 32 layers, edits armed too", MANY, "last")),
+    ("32 sites", Case("last prompt token of 32 layers, edits armed too", LONG, "last")),
     ("32 sites", Case("every generated token of 32 layers, edits armed too", ONE, "every")),
     ("few sites", Case("attention mass of 41 heads", FIRST, "mass", 1.01)),
     ("few sites", Case("attention mass of 41 heads", LONG, "mass", 1.01)),
@@ -133,6 +135,7 @@ def run_gpu(
     if IN_PROCESS in engines:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process asks the device, too
     out.parent.mkdir(parents=True, exist_ok=True)
     base, config = shared_settings(model, out.parent, settings or {})
     vectors = write_vectors(out.parent / "bench-vectors.safetensors", config)
