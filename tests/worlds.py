@@ -95,7 +95,7 @@ class World:
         """Hidden states after all sites, and the rows taken."""
         taps = make_plan(view, self.states)
         states = {r: s.edits for r, s in self.states.items() if s.edits is not None}
-        plan = self.planner.plan(len(self.states), view, states, {})
+        plan = self.planner.plan(len(self.states), view, states, dict)
         if plan is not None:
             self.edits.load(plan, tokens)
         hidden = {place: h.clone() for place, h in hidden.items()}

@@ -393,14 +393,17 @@ def test_buffers_of_a_site_lie_in_one_piece_and_none_at_an_odd_address():
         assert buf.data_ptr() % 16 == 0
         buf.copy_(torch.arange(buf.numel()).view_as(buf) + 100 * i)
     for layers, view in (([0, 1], True), ([1, 5], True), ([3], True), ([0, 1, 5], False), ([5, 1], False)):
-        keys = [("resid_post", layer) for layer in layers]
+        keys = Lane("resid_post", tuple(layers)).taps
         for index in (slice(0, 2), torch.tensor([2, 0])):
-            rows, is_view = bank.rows_of(keys, [index] * len(keys))
-            assert torch.equal(rows, torch.stack([bank.taken[key][index] for key in keys]))
-            assert is_view == (view and isinstance(index, slice))
-    rows, is_view = bank.rows_of([("resid_post", 3), ("resid_post", 4)], [slice(0, 2)] * 2)  # of two pieces
-    assert not is_view
-    assert torch.equal(rows[1], bank.taken["resid_post", 4][:2])
+            for _ in range(2):  # the second time it is known where they lie
+                rows, is_view = bank.rows_of(keys, [index])
+                assert torch.equal(rows, torch.stack([bank.taken[key][index] for key in keys]))
+                assert is_view == (view and isinstance(index, slice))
+    two_pieces = Lane("resid_post", (3, 4)).taps
+    for indices in ([slice(0, 2)], [slice(0, 2), slice(1, 3)]):
+        rows, is_view = bank.rows_of(two_pieces, indices)
+        assert not is_view
+        assert torch.equal(rows[1], bank.taken["resid_post", 4][indices[-1]])
 
 
 def test_steps_that_come_at_once_are_of_one_block():

@@ -107,14 +107,14 @@ def test_a_kept_plan_is_not_kept_over_what_changes():
     world, planner = Small(), EditPlanner()
     world.add("a", [edit(1, rows=((2, 3), (5, -1)))])
     at = [
-        planner.plan(0, BatchView(["a"], [0, 1], [p]), world.states, {}) is not None
+        planner.plan(0, BatchView(["a"], [0, 1], [p]), world.states, dict) is not None
         for p in (1, 2, 3, 4, 5, 6)
     ]
     assert at == [False, True, False, False, True, True]
-    kept = planner.plan(0, BatchView(["a"], [0, 1], [7]), world.states, {})
-    assert planner.plan(0, BatchView(["a"], [0, 1], [8]), world.states, {}) is kept
-    assert planner.plan(1, BatchView(["a"], [0, 1], [9]), world.states, {}) is not kept
-    assert planner.plan(1, BatchView(["b"], [0, 1], [9]), world.states, {}) is None
+    kept = planner.plan(0, BatchView(["a"], [0, 1], [7]), world.states, dict)
+    assert planner.plan(0, BatchView(["a"], [0, 1], [8]), world.states, dict) is kept
+    assert planner.plan(1, BatchView(["a"], [0, 1], [9]), world.states, dict) is not kept
+    assert planner.plan(1, BatchView(["b"], [0, 1], [9]), world.states, dict) is None
 
 
 def test_a_request_that_cannot_be_read_holds_no_slots():

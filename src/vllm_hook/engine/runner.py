@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -157,8 +156,7 @@ class RunnerHook:
         self._view = view = batch()
         with self._shield(view):
             if edited := self.tracker.edits():
-                seen = {r: s.decided_below for r, s in self.tracker.states.items()}
-                edit_plan = self.edit_plans.plan(self.tracker.version, view, edited, seen)
+                edit_plan = self.edit_plans.plan(self.tracker.version, view, edited, self.tracker.decided)
                 if edit_plan is not None:
                     self.edits.load(edit_plan, self.adapter.input_ids())
             plan = self.plans.plan(self.tracker.version, view, self.tracker.states)
@@ -187,7 +185,7 @@ class RunnerHook:
                 moved = [t for t in taken if t.values is not None]
                 values, self._copied = self.transfer.start([t.values for t in moved if t.values is not None])
                 self._taken = [t for t in taken if t.values is None]
-                self._taken += [replace(t, values=v) for t, v in zip(moved, values, strict=True)]
+                self._taken += [Taken(t.lane_plan, v, t.shapes) for t, v in zip(moved, values, strict=True)]
         self.transfer.finish()
 
     def cancel(self) -> None:

@@ -22,6 +22,8 @@ Key = tuple[str, int]
 #: The buffers of a site's layers lie in one piece, each at a multiple of so many bytes: compiled code
 #: makes a copy of an input at an odd address.
 ALIGN = 256
+#: Sets of layers of which is remembered where their rows lie: as many as loaded programs observe.
+_SLICES_KEPT = 1024
 
 
 def tap_sites(armed: Armed) -> dict[Key, str]:
@@ -81,6 +83,8 @@ class SiteBank:
         self.area = StepArea(_area_size(armed, last_rows, all_rows, requests), device)
         self.taken: dict[Key, Tensor] = {}
         self._stacks: dict[Key, tuple[Tensor, int]] = {}
+        self._slices: dict[tuple[Key, ...], tuple[Tensor, slice] | None] = {}
+        self._fitting: object = None  # tables that were found to fit
         layers: dict[tuple[str, int], list[Key]] = {}
         for key, kind in tap_sites(armed).items():
             layers.setdefault((key[0], last_rows if kind == "last" else all_rows), []).append(key)
@@ -109,13 +113,15 @@ class SiteBank:
 
     def load(self, plan: StepPlan | None, edits: EditPlan | None = None) -> None:
         """Make the sites follow these plans in the next forward pass."""
-        for key, table in plan.table_of.items() if plan is not None else ():
-            rows = len(plan.tables[table]) if plan is not None else 0
-            if rows > self.taken[key].shape[0]:
-                raise CapacityError(
-                    f"{rows} rows at site {key[0]} of layer {key[1]} in one step, "
-                    f"{self.taken[key].shape[0]} armed"
-                )
+        if plan is not None and plan.tables is not self._fitting:
+            for key, table in plan.table_of.items():
+                rows = len(plan.tables[table])
+                if rows > self.taken[key].shape[0]:
+                    raise CapacityError(
+                        f"{rows} rows at site {key[0]} of layer {key[1]} in one step, "
+                        f"{self.taken[key].shape[0]} armed"
+                    )
+            self._fitting = plan.tables
         self.area.load(plan, edits)
 
     def clear(self) -> None:
@@ -136,18 +142,26 @@ class SiteBank:
         """Rows taken at a site in this step: [n, width], a view where ``index`` is a slice."""
         return self.taken[key][index]
 
-    def rows_of(self, keys: Sequence[Key], indices: Sequence[slice | Tensor]) -> tuple[Tensor, bool]:
-        """Rows taken at several layers of a site, one index for each: [layers, n, width], and whether that
-        is a view."""
+    def rows_of(self, keys: tuple[Key, ...], indices: Sequence[slice | Tensor]) -> tuple[Tensor, bool]:
+        """Rows taken at several layers of a site, [layers, n, width], and whether that is a view.
+        ``indices``: one for each layer, or one for all."""
         index = indices[0]
-        stack, first = self._stacks[keys[0]]
-        places = [self._stacks[key][1] for key in keys]
-        step = places[1] - first if len(places) > 1 else 1
-        if (
-            any(self._stacks[key][0] is not stack for key in keys)
-            or any(other is not index for other in indices)
-            or step < 1
-            or places != [*range(first, first + step * len(places), step)]
-        ):
-            return torch.stack([self.rows(*own) for own in zip(keys, indices, strict=True)]), False
-        return stack[first : places[-1] + 1 : step, index], isinstance(index, slice)
+        if len(indices) == 1 and (own := self._together(keys)) is not None:
+            stack, layers = own
+            return stack[layers, index], isinstance(index, slice)
+        each = indices if len(indices) > 1 else [index] * len(keys)
+        return torch.stack([self.rows(*own) for own in zip(keys, each, strict=True)]), False
+
+    def _together(self, keys: tuple[Key, ...]) -> tuple[Tensor, slice] | None:
+        """The piece of memory that holds the rows of all these layers, and where in it they are, if they lie
+        there at even distances."""
+        if keys not in self._slices:
+            stack, first = self._stacks[keys[0]]
+            places = [self._stacks[key][1] for key in keys]
+            step = places[1] - first if len(places) > 1 else 1
+            even = step > 0 and places == [*range(first, first + step * len(places), step)]
+            if len(self._slices) >= _SLICES_KEPT:
+                self._slices.clear()
+            alike = even and all(self._stacks[key][0] is stack for key in keys)
+            self._slices[keys] = (stack, slice(first, places[-1] + 1, step)) if alike else None
+        return self._slices[keys]

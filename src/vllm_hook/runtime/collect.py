@@ -99,20 +99,22 @@ def split(taken: Sequence[Taken]) -> tuple[dict[str, list[Record]], list[Chunk]]
         if (chunk := _chunk(t)) is not None:
             chunks.append(chunk)
             continue
-        at = 0
-        for i, piece in enumerate(t.lane_plan.pieces):
-            if t.values is None:
-                own = t.parts[i]
-            elif t.shapes:
-                size = prod(t.shapes[i])
-                own = t.values[at : at + size].view(t.shapes[i])
-                at += size
-            else:
-                own = t.values[:, piece.a : piece.b]
+        for piece, own in zip(t.lane_plan.pieces, _by_piece(t), strict=True):
             records.setdefault(piece.req_id, []).append(
                 Record(piece.watch.index, t.lane_plan.at(piece), own, t.values is None)
             )
     return records, chunks
+
+
+def _by_piece(t: Taken) -> Sequence[Tensor]:
+    if t.values is None:
+        return t.parts
+    if not t.shapes:
+        return [t.values[:, piece.a : piece.b] for piece in t.lane_plan.pieces]
+    if len(set(t.shapes)) == 1:
+        return t.values.view(len(t.shapes), *t.shapes[0]).unbind()
+    parts = t.values.split([prod(shape) for shape in t.shapes])
+    return [part.view(shape) for part, shape in zip(parts, t.shapes, strict=True)]
 
 
 def _chunk(t: Taken) -> Chunk | None:
@@ -130,11 +132,15 @@ def _chunk(t: Taken) -> Chunk | None:
 def _stream_or_heads(
     lane_plan: LanePlan, plan: StepPlan, bank: SiteBank, facts: ModelFacts, shard: Shard
 ) -> Taken:
-    lengths = {piece.b - piece.a for piece in lane_plan.pieces}
-    if lane_plan.lane.reduce is not None or len(lengths) > 1:
+    if lane_plan.lane.reduce is not None or not _alike(lane_plan):
         return Taken(lane_plan, _reduced(lane_plan, _rows(lane_plan, plan, bank, facts, shard)))
     rows = _rows(lane_plan, plan, bank, facts, shard, pieces=len(lane_plan.pieces))
     return Taken(lane_plan, rows.reshape(-1), (tuple(rows.shape[1:]),) * len(lane_plan.pieces))
+
+
+def _alike(lane_plan: LanePlan) -> bool:
+    """Whether all pieces have as many rows."""
+    return lane_plan.decode or len({piece.b - piece.a for piece in lane_plan.pieces}) == 1
 
 
 def _rows(
@@ -143,10 +149,10 @@ def _rows(
     """[layers, rows, *row shape], or for ``pieces`` of equal length [pieces, layers, rows of one, *row
     shape]: a fresh tensor, since the buffers are written again in the next step; or what is there, if it
     will be reduced."""
-    lane = lane_plan.lane
+    lane, keys = lane_plan.lane, lane_plan.lane.taps
     index = {t: _on(i, bank.device) for t, i in lane_plan.index.items()}
-    keys = [(lane.tap_site, layer) for layer in lane.layers]
-    rows, view = bank.rows_of(keys, [index[plan.table_of[key]] for key in keys])
+    one = len(index) == 1
+    rows, view = bank.rows_of(keys, [*index.values()] if one else [index[plan.table_of[key]] for key in keys])
     if pieces:
         rows = rows.view(len(keys), pieces, -1, rows.shape[-1]).transpose(0, 1)
     if site(lane.site).kind == "head":

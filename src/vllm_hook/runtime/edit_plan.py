@@ -7,7 +7,7 @@ a vector is shared by content and counted, a flag belongs to one condition of on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -185,13 +185,17 @@ class EditPlanner:
         self._plan: EditPlan | None = None
 
     def plan(
-        self, version: int, view: BatchView, states: Mapping[str, EditState], seen: Mapping[str, int]
+        self,
+        version: int,
+        view: BatchView,
+        states: Mapping[str, EditState],
+        seen: Callable[[], Mapping[str, int]],
     ) -> EditPlan | None:
         """As :func:`make_edit_plan`. ``version`` changes whenever a request comes or goes."""
         key = (version, list(view.req_ids), list(view.starts))
         if key == self._key:
             return self._plan
-        plan = make_edit_plan(view, states, seen)
+        plan = make_edit_plan(view, states, seen())
         steady = all(
             (state := states.get(req_id)) is None or state.is_steady(int(first))
             for req_id, first in zip(view.req_ids, view.first, strict=True)

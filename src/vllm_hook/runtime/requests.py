@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,11 @@ class Lane:
     def tap_site(self) -> str:
         """Where rows are taken: attention is computed from queries and the KV cache."""
         return "q" if self.site.startswith("attention") else self.site
+
+    @cached_property
+    def taps(self) -> tuple[tuple[str, int], ...]:
+        """Its sites, layer by layer."""
+        return tuple((self.tap_site, layer) for layer in self.layers)
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,10 @@ class Tracker:
         if self._edits is None or self._edits[0] != self.version:
             self._edits = self.version, {r: s.edits for r, s in self.states.items() if s.edits is not None}
         return self._edits[1]
+
+    def decided(self) -> dict[str, int]:
+        """Positions below which the conditions of each request were evaluated before a preemption."""
+        return {r: s.decided_below for r, s in self.states.items()}
 
     def finish(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
