@@ -52,6 +52,7 @@ class StepArea:
         self.places = list(size.rows)
         self.step = torch.zeros(ints, dtype=torch.int32, device=device)
         self.live = torch.zeros(1, dtype=torch.int32, device="meta" if device.type == "meta" else "cpu")
+        self._live = np.empty(1) if device.type == "meta" else self.live.numpy()
         self.headers = {
             place: self.step[op.HEADER_SIZE * i : op.HEADER_SIZE * (i + 1)]
             for i, place in enumerate(self.places)
@@ -112,7 +113,7 @@ class StepArea:
 
     def _say(self, mode: int) -> None:
         if mode != self._mode:
-            self.live.fill_(mode)
+            self._live[0] = mode
             self._mode = mode
 
     def set_live(self, live: bool) -> None:
