@@ -5,32 +5,19 @@ vLLM reads the choice of its model runner from the environment on import, so eac
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+
+from child import told_by
 
 #: (runner, mode): V1, V2 and V2 with the asynchronous scheduler; eager and compiled.
 CONFIGURATIONS = [(runner, mode) for mode in ("eager", "compiled") for runner in ("v1", "v2", "v2-async")]
 
 
 def figures(script: str, model: str, runner: str, mode: str, timeout: int) -> dict[str, Any]:
-    """What a script of ``tests/engine`` prints as ``RESULT{...}``; AssertionError with its output else."""
-    path = Path(__file__).parent / "engine" / script
-    done = subprocess.run(
-        [sys.executable, str(path), model, runner, mode],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, f"{runner} {mode} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return json.loads(lines[-1].removeprefix("RESULT"))
+    return told_by(script, model, runner, mode, timeout=timeout)[0]
 
 
 @contextmanager

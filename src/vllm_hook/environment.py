@@ -10,7 +10,6 @@ import logging
 import os
 import warnings
 from pathlib import Path
-from unittest import mock
 
 DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM's own default fails on small machines. GPUs do not read it.
@@ -35,9 +34,8 @@ def for_engine(model: str | Path | None = None) -> None:
 
 
 def has_gpu() -> bool:
-    """Whether vLLM would run on a GPU here. The answer comes from the driver's library: torch's own way
-    sets CUDA up, and an engine that is forked from this process later could not use it."""
+    """Whether vLLM would run on a GPU here. ``is_available`` would set CUDA up, and an engine that is
+    forked from this process later could not use it; to count devices the driver's library is asked."""
     import torch
 
-    with mock.patch.dict(os.environ, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
-        return torch.cuda.is_available()
+    return torch.cuda.device_count() > 0

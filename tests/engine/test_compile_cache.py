@@ -1,33 +1,17 @@
 """vLLM's cache of compiled code: one made without us is not used with us, and the reverse."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from child import told_by
 from conftest import GPU
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(GPU, reason="scripts/gpu_check.py does this there")]
 
 
 def start(model, mode, cache):
-    script = Path(__file__).with_name("compile_case.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(model), mode],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-        env={**os.environ, "VLLM_CACHE_ROOT": str(cache), "VLLM_LOGGING_LEVEL": "INFO"},
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(
-        lines[-1].removeprefix("RESULT")
-    ), "Directly load AOT compilation" in done.stdout + done.stderr
+    env = {"VLLM_CACHE_ROOT": str(cache), "VLLM_LOGGING_LEVEL": "INFO"}
+    result, output = told_by("compile_case.py", str(model), mode, timeout=400, **env)
+    return result, "Directly load AOT compilation" in output
 
 
 def test_caches_made_with_and_without_us(tiny_dir, tmp_path):

@@ -6,15 +6,13 @@ schedule. What is compared is every token and every logprob as it stands in the 
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from vllm import SamplingParams
 
+from child import told_by
 from conftest import ARM_ALL, hook_llm, stop_engine
 from oracle import Reference, assert_rows_close, fed
 from prompts import greedy, token_prompts
@@ -191,18 +189,7 @@ def test_plain_vllm_llm(tiny_dir, tiny_reference):
 
 
 def in_a_process(model, mode, config=None, dtype="float32", **env):
-    script = Path(__file__).with_name("plain_case.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(model), mode, json.dumps(config), dtype],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, **env},
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(lines[-1].removeprefix("RESULT"))
+    return told_by("plain_case.py", str(model), mode, json.dumps(config), dtype, **env)[0]
 
 
 @pytest.mark.parametrize(("mode", "dtype"), [("eager", "float32"), ("compiled", "bfloat16")])

@@ -138,6 +138,39 @@ def test_heads_in_a_strided_view():
     torch.testing.assert_close(whole, want, **CLOSE)
 
 
+@pytest.mark.parametrize(
+    "chain",
+    [
+        [entry(0, 0, a=1.1, b=-1.0)],
+        [entry(0, 0, a=1.1, b=-1.0, act="relu")],
+        [entry(0, 1, a=1.0), entry(2, 2, a=0.3, b=-1.0, head=1)],
+        [entry(2, 2, a=0.3, b=-1.0, head=2), entry(0, 1, a=1.0)],
+        [entry(2, 2, a=0.3, b=0.5, head=2), entry(0, 0, a=0.3, b=-1.0), entry(1, 1, a=0.3, b=-1.0, keep=1)],
+    ],
+    ids=["clamp", "relu", "add, clamp", "clamp there, add", "clamp there, clamp, clamp"],
+)
+def test_what_is_infinite_in_one_head_stays_there(chain):
+    s = DeviceBench(4)
+    s.chains, s.rows = [chain], [(3, 0)]
+    h = torch.randn(ROWS, 12)
+    h[3, 9] = torch.inf
+    cpu = Bench(4)
+    cpu.chains, cpu.rows = s.chains, s.rows
+    want, got = h.clone(), h.clone().to(DEVICE)
+    cpu.run(want, None)
+    s.run(got, None)
+    assert bool(want[3, :8].isfinite().all())
+    torch.testing.assert_close(got.cpu()[:, :8], want[:, :8], **CLOSE)
+    assert not bool(got[3, 8:].isfinite().all())
+
+
+def test_a_tap_keeps_the_sign_of_zero():
+    s = DeviceBench()
+    s.taken, s.buf = [2], torch.full((ROWS, 16), 7.0, device=DEVICE)
+    s.run(torch.full((ROWS, 16), -0.0, device=DEVICE), None)
+    assert bool(torch.signbit(s.buf[0]).all())
+
+
 @pytest.mark.parametrize("kind", [op.LINEAR, op.COSINE, op.NORM])
 @pytest.mark.parametrize("above", [0, 1])
 def test_conditions_equal_the_cpu_path(kind, above):

@@ -9,7 +9,7 @@ rows of ``h`` in place, and taps what it left. What a site does in a step is wri
         x = h[row] (+ residual[row] (+ addend[row]))
         evaluate the conditions of the row; apply its edits to h[row]
         if dst >= 0: buf[dst] = h[row] (+ residual[row] (+ addend[row]))
-    fired[0] += 1, if there was anything to do
+    fired[0] += 1, if there was any record (on a CPU also if there were conditions that are decided once)
 
 h, residual, addend: [T, D] (any row stride); fired: int32 [1]; live: int32 [1] on the host; site: int32,
 the site's header, a view of step: int32; buf: [capacity, D]. ``addend`` is None where sites are traced;

@@ -1,12 +1,12 @@
 """The site op on GPUs: edits and taps of all rows in one launch. Loops and tables: :mod:`.edit`.
 
 One program a record, with the whole row in registers (up to 16,384 wide). In a captured graph the
-number of programs is that of the padded batch; those beyond the records of the step end after one
-load. What most edits need, sums of at most two vectors, is a short path of its own: the code of a
-kernel is cold again, too, when the next layer needs it. Conditions by row are read by the program
-of their row; conditions that are decided once for a request may stand in any number of rows, and
-edits of other rows at the same site may wait for them, so they are a launch of their own (steps
-that have any run without CUDA graphs).
+number of programs is that of the padded batch; those beyond the records of the step write nothing
+(with few rows each has read one by then). What most edits need, sums of at most two vectors, is a
+short path of its own: the code of a kernel is cold again, too, when the next layer needs it.
+Conditions by row are read by the program of their row; conditions that are decided once for a
+request may stand in any number of rows, and edits of other rows at the same site may wait for them,
+so they are a launch of their own (steps that have any run without CUDA graphs).
 """
 
 # Kernels are no Python functions: their arguments have no types that a checker could know.
@@ -27,6 +27,7 @@ from .edit import EditState
 WIDEST = 16_384
 #: Up to this many rows a launch may start early: it saves half a microsecond a site at one row, and
 #: costs as much at 128, where it takes room from the kernel that it waits for (measured on an H200).
+#: Up to as many, rows are read before the tables say which they are.
 EARLY_LAUNCH_ROWS = 16
 #: Programs of the launch for latched conditions; each takes several if there are more.
 _LATCHED_PROGRAMS = 64
@@ -75,9 +76,14 @@ def _entry(step, entry):
 
 
 @triton.jit
-def _scalars(step, entry):
-    """a, b and c of an entry."""
-    return _float(step, entry + 9), _float(step, entry + 10), _float(step, entry + 11)
+def _short_entry(step, entry):
+    """The fields of an entry that the short path needs."""
+    return (
+        _word(step, entry + 5),  # head
+        _float(step, entry + 9),  # a
+        _float(step, entry + 10),  # b
+        _float(step, entry + 11),  # c
+    )
 
 
 @triton.jit
@@ -108,9 +114,16 @@ def _within(head, d, D: tl.constexpr, width: tl.constexpr):
 
 
 @triton.jit
-def _change(x, u, v, fields, d, D: tl.constexpr, width: tl.constexpr):
+def _of_head(x, head, d, D: tl.constexpr, width: tl.constexpr):
+    """Zero outside a head. The vectors are that already, but times an infinite value zero is not zero."""
+    return x if width == D else tl.where(_within(head, d, D, width)[1], x, 0.0)
+
+
+@triton.jit
+def _change(row, u, v, fields, d, D: tl.constexpr, width: tl.constexpr):
     """What one entry adds to a row."""
     kind, act, keep, head, a, b, c, theta, _gate_kind, _gate, _row_gate = fields
+    x = _of_head(row, head, d, D, width)
     change = a * v
     if (kind == 1) | (b != 0.0):
         score = tl.sum(x * u, 0) + c
@@ -123,12 +136,10 @@ def _change(x, u, v, fields, d, D: tl.constexpr, width: tl.constexpr):
         else:
             change = (a + b * score) * v
     if keep != 0:
-        inside = _within(head, d, D, width)[1]
-        old = tl.where(inside, x, 0.0)
-        moved = old + change
-        scale = tl.sqrt(tl.sum(old * old, 0)) / tl.maximum(tl.sqrt(tl.sum(moved * moved, 0)), 1e-30)
-        change = tl.where(tl.max(tl.abs(change), 0) > 0, moved * scale - old, change)
-    return change
+        moved = x + change
+        scale = tl.sqrt(tl.sum(x * x, 0)) / tl.maximum(tl.sqrt(tl.sum(moved * moved, 0)), 1e-30)
+        change = tl.where(tl.max(tl.abs(change), 0) > 0, moved * scale - x, change)
+    return _of_head(change, head, d, D, width)
 
 
 @triton.jit
@@ -151,17 +162,24 @@ def _sums(a, b, c, d, e, f):
 
 
 @triton.jit
-def _up_to_two(x, u_0, v_0, u_1, v_1, fields_0, fields_1, n_entries, products):
-    """What at most two ungated edits without activation add to a row. The second works on what the first
-    left, ``<x + s_0 v_0, u_1> = <x, u_1> + s_0 <v_0, u_1>``, so all sums are taken at once."""
-    s_0, b_0, c_0 = fields_0
-    s_1, b_1, c_1 = fields_1
+def _up_to_two(
+    x, u_0, v_0, u_1, v_1, first, second, n_entries, products, d, D: tl.constexpr, width: tl.constexpr
+):  # fmt: skip
+    """What at most two edits add to a row that are rank one, ungated, without activation and kept norm. The
+    second works on what the first left, ``<x + s_0 v_0, u_1> = <x, u_1> + s_0 <v_0, u_1>``, so all sums are
+    taken at once."""
+    head_0, s_0, b_0, c_0 = first
+    head_1, s_1, b_1, c_1 = second
     if products:
-        dot_0, dot_1, cross = tl.reduce((x * u_0, x * u_1, v_0 * u_1), 0, _sums)
+        along_0 = _of_head(x, head_0, d, D, width) * u_0
+        along_1 = _of_head(x, head_1, d, D, width) * u_1
+        dot_0, dot_1, cross = tl.reduce((along_0, along_1, v_0 * u_1), 0, _sums)
         s_0 += b_0 * (dot_0 + c_0)
-        s_1 += b_1 * (dot_1 + s_0 * cross + c_1)
+        of_first = tl.where(cross == 0.0, 0.0, s_0 * cross)  # another head's, where that is infinite
+        s_1 += b_1 * (dot_1 + of_first + c_1)
     # What stands in the place of an entry that is not there may be anything.
-    return tl.where(n_entries > 0, s_0 * v_0, 0.0) + tl.where(n_entries > 1, s_1 * v_1, 0.0)
+    delta = tl.where(n_entries > 0, _of_head(s_0 * v_0, head_0, d, D, width), 0.0)
+    return delta + tl.where(n_entries > 1, _of_head(s_1 * v_1, head_1, d, D, width), 0.0)
 
 
 @triton.jit
@@ -250,7 +268,7 @@ def _site_kernel(
     dst = _word(step, record + 1).to(tl.int64)
     if HAS_STATE:
         path = _word(step, record + 6)
-        first, second = _scalars(step, entries), _scalars(step, entries + 16)
+        first, second = _short_entry(step, entries), _short_entry(step, entries + 16)
         u_0, v_0 = _vectors(bank, step, entries, n_entries > 0, d, D, width)
     if launch_pdl:
         tl.extra.cuda.gdc_wait()
@@ -272,7 +290,7 @@ def _site_kernel(
                     x, bank, step, record, n_entries, row, flags, row_flags, flag_rows, d, D, width, BLOCK
                 )
             else:
-                delta = _up_to_two(x, u_0, v_0, u_1, v_1, first, second, n_entries, path == 1)
+                delta = _up_to_two(x, u_0, v_0, u_1, v_1, first, second, n_entries, path == 1, d, D, width)
             if n_entries > 0:
                 # A row that did not change keeps its bits, also the sign of a zero.
                 new = tl.where(delta == 0.0, own, own + delta).to(h.dtype.element_ty)
@@ -280,7 +298,9 @@ def _site_kernel(
                 own = new.to(tl.float32)
         if HAS_BUF:  # known when it is compiled  # noqa: SIM102
             if dst >= 0:
-                tl.store(buf + dst * D + d, (own + rest).to(buf.dtype.element_ty), mask=mask)
+                if ADDENDS > 0:  # else a sum with nothing would take the sign of a zero
+                    own += rest
+                tl.store(buf + dst * D + d, own.to(buf.dtype.element_ty), mask=mask)
         if j == 0:
             tl.store(fired, times + 1)
 

@@ -103,7 +103,9 @@ class StepArea:
         old_taps, old_edits = self._last
         if edits is not old_edits or (taps is None) != (old_taps is None):
             return False
-        if taps is None or old_taps is None or taps.tables is old_taps.tables:
+        if taps is None or old_taps is None:
+            return True
+        if taps.tables is old_taps.tables and taps.table_of is old_taps.table_of:
             return True
         return (
             taps.table_of == old_taps.table_of
