@@ -103,8 +103,9 @@ def replayed(graph: Any) -> float:
     return start.elapsed_time(stop) / REPLAYS * 1e3
 
 
-def host(out: dict[str, Any], plain: Any, armed: Any, vocabulary: int) -> None:
-    """Milliseconds of a run of 64 tokens, and what of them the host did not wait for the device."""
+def host(out: dict[str, Any], plain: Any, armed: Any, late: Any, vocabulary: int) -> None:
+    """Milliseconds of a run of 64 tokens, and what of them the host did not wait for the device. ``late``:
+    an armed engine whose sites are not started early."""
     waited = 0.0
     synchronize = torch.cuda.Event.synchronize
 
@@ -114,30 +115,31 @@ def host(out: dict[str, Any], plain: Any, armed: Any, vocabulary: int) -> None:
         synchronize(event)
         waited += time.perf_counter() - begin
 
-    cases = [(1, h) for h in ("plain", False, "steer3", "stack", "every", "probe")]
-    cases += [(128, h) for h in ("plain", False, "steer3", "stack", "last", "probe")]
+    cases: list[tuple[str, Any, int, Any]] = []  # name, engine, batch, hook
+    for batch, hooks in (
+        (1, ("steer3", "stack", "every", "probe")),
+        (128, ("steer3", "stack", "last", "probe")),
+    ):
+        cases += [(f"plain at {batch}", plain, batch, None), (f"idle at {batch}", armed, batch, False)]
+        cases += [(f"{hook} at {batch}", armed, batch, hook) for hook in hooks]
+    cases += [(f"{hook or 'idle'} at 1, not early", late, 1, hook) for hook in (False, "steer3", "stack")]
     runs = {
-        (batch, h): runner(
-            plain if h == "plain" else armed,
-            Workload("", batch, 64, 64),
-            vocabulary,
-            None if h == "plain" else h,
-        )
-        for batch, h in cases
+        name: runner(engine, Workload("", batch, 64, 64), vocabulary, hook)
+        for name, engine, batch, hook in cases
     }
-    found: dict[Any, list[tuple[float, float]]] = {case: [] for case in cases}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     torch.cuda.Event.synchronize = timed
     for number in range(ROUNDS):
-        for case, run in runs.items():
+        for name, run in runs.items():
             waited, begin = 0.0, time.perf_counter()
             run()
             whole = time.perf_counter() - begin
             if number:
-                found[case].append((whole * 1e3, (whole - waited) * 1e3))
+                found[name].append((whole * 1e3, (whole - waited) * 1e3))
     torch.cuda.Event.synchronize = synchronize
-    for (batch, h), own in found.items():
+    for name, own in found.items():
         whole, busy = (round(statistics.median(x), 1) for x in zip(*own, strict=True))
-        out[f"{h or 'idle'} at {batch}"] = {"run_ms": whole, "host_ms": busy}
+        out[name] = {"run_ms": whole, "host_ms": busy}
 
 
 def main() -> None:
@@ -149,12 +151,14 @@ def main() -> None:
     plain = gpu.start_engine(gpu.PLAIN, settings, [], folder)
     names = [*gpu.ENGINES["32 sites"], "probe"]
     armed = gpu.start_engine("armed", settings, [sources[name] for name in names], folder)
+    with mock.patch.object(triton_site, "EARLY_LAUNCH_ROWS", 0):
+        late = gpu.start_engine("armed", settings, [sources[name] for name in names], folder)
     found: dict[str, Any] = {"replay_us": {}, "host": {}}
     replays(found["replay_us"], plain, armed)
     for kind, sizes in found["replay_us"].items():
         for size, own in sizes.items():
             print(f"{kind:20} {size:4} rows: {own} median {statistics.median(own):.1f}", flush=True)
-    host(found["host"], plain, armed, config["vocab_size"])
+    host(found["host"], plain, armed, late, config["vocab_size"])
     for case, own in found["host"].items():
         print(f"{case:16} {own}", flush=True)
     (folder / "levels.json").write_text(json.dumps(found, indent=1))
