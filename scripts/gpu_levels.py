@@ -104,8 +104,8 @@ def replayed(graph: Any) -> float:
 
 
 def host(out: dict[str, Any], plain: Any, armed: Any, late: Any, vocabulary: int) -> None:
-    """Milliseconds of a run of 64 tokens, and what of them the host did not wait for the device. ``late``:
-    an armed engine whose sites are not started early."""
+    """Milliseconds of a run of 64 tokens (or what its name says), and what of them the host did not wait for
+    the device. ``late``: an armed engine whose sites are not started early."""
     waited = 0.0
     synchronize = torch.cuda.Event.synchronize
 
@@ -127,6 +127,10 @@ def host(out: dict[str, Any], plain: Any, armed: Any, late: Any, vocabulary: int
         name: runner(engine, Workload("", batch, 64, 64), vocabulary, hook)
         for name, engine, batch, hook in cases
     }
+    for name, engine, hook in (("plain", plain, None), ("idle", armed, False), ("steer3", armed, "steer3")):
+        runs[f"{name} at 1, 1 token"] = runner(engine, Workload("", 1, 64, 1), vocabulary, hook)
+        runs[f"{name} at 1, 2 tokens"] = runner(engine, Workload("", 1, 64, 2), vocabulary, hook)
+        runs[f"{name} at 1, 256 tokens"] = runner(engine, Workload("", 1, 64, 256), vocabulary, hook)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     torch.cuda.Event.synchronize = timed
     for number in range(ROUNDS):
