@@ -17,6 +17,7 @@ import os
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
-from gpu_forms import Forms
+from gpu_forms import Forms, measure
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
@@ -80,27 +81,15 @@ def replays(out: dict[str, Any], plain: Any, armed: Any) -> None:
     with_sites, without = worker(armed).model_runner.cudagraph_manager.captured_again
     kinds = [("plain", plain_sets, "idle"), ("armed, no launches", without, "idle")]
     kinds += [(f"armed, {name}", with_sites, name) for name in loads]
-    times: dict[tuple[str, int, int], list[float]] = {}
-    for _ in range(ROUNDS):
-        for kind, sets, load in kinds:
-            for number, graphs in enumerate(sets):
-                for size, graph in graphs.items():
-                    loads[load](size)
-                    times.setdefault((kind, size, number), []).append(replayed(graph))
-    for (kind, size, _), own in times.items():
-        out.setdefault(kind, {}).setdefault(size, []).append(round(statistics.median(own), 1))
+    graphs = {
+        (kind, size, number): (graph, partial(loads[load], size))
+        for kind, sets, load in kinds
+        for number, captured in enumerate(sets)
+        for size, graph in captured.items()
+    }
+    for (kind, size, _), milliseconds in measure(graphs, ROUNDS, REPLAYS).items():
+        out.setdefault(kind, {}).setdefault(size, []).append(round(milliseconds * 1e3, 1))
     hook.bank.clear()
-
-
-def replayed(graph: Any) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
-    start.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) / REPLAYS * 1e3
 
 
 def host(out: dict[str, Any], plain: Any, armed: Any, late: Any, vocabulary: int) -> None:
