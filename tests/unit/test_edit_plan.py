@@ -234,8 +234,16 @@ def test_requests_that_intervene_alike_share_what_is_worked_out() -> None:
         b.release(alike[0])
         assert b.used()["vectors"] == 1 + left
     again = b.admit([edit(vector="1")], Vectors(), "a")
-    assert again is not alike[0]  # its slots are taken anew
+    assert again is alike[0]  # nobody has needed its slot since
     assert b.used()["vectors"] == 2
+    b.release(again)
+    assert b.used()["vectors"] == 1
+    new = b.admit([edit(vector=v) for v in "345678"[: b.vector_slots["stream"].capacity - 1]], Vectors())
+    b.release(new)
+    again = b.admit([edit(vector="1")], Vectors(), "a")
+    assert again is not alike[0]  # its slot was another's
+    slot = again.taken[0][2]
+    assert torch.equal(b.state["stream"].bank[slot], Vectors().vector("1"))
     b.release(again)
     b.release(other)
     assert b.used() == {"vectors": 0, "gates": 0}
@@ -244,18 +252,33 @@ def test_requests_that_intervene_alike_share_what_is_worked_out() -> None:
     assert first.gates[0].flag != second.gates[0].flag  # a condition is one request's own
 
 
+def test_states_of_ended_requests_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_hook.runtime.edit_bank.STATES_KEPT", 2)
+    b = bank(slots=3)
+    running = b.admit([edit(vector="1")], Vectors(), "a")
+    for digest in "bcd":
+        b.release(b.admit([edit(vector="1", rows=[[0, ord(digest)]])], Vectors(), digest))
+    assert list(b._shared) == ["a", "d"]
+    assert b.admit([edit(vector="1")], Vectors(), "a") is running
+
+
+@pytest.mark.parametrize("keep", [False, True])
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
-def test_slots_against_a_multiset(events: list[tuple[bool, int]]) -> None:
-    slots, held = Slots(6, "vectors"), []
+@given(events=st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
+def test_slots_against_a_multiset(keep: bool, events: list[tuple[bool, int]]) -> None:
+    slots, held = Slots(6, "vectors", keep), []
+    holds: dict[int, int] = {}  # what a slot was filled with last
     for take, key in events:
         if take:
             if len({*held, key}) > 6:
                 with pytest.raises(CapacityError):
                     slots.take(key)
             else:
-                _, new = slots.take(key)
-                assert new == (key not in held)
+                slot, new = slots.take(key)
+                assert new or holds[slot] == key
+                assert keep or new == (key not in held)
+                assert not (new and key in held)
+                holds[slot] = key
                 held.append(key)
         elif key in held:
             held.remove(key)

@@ -1,14 +1,17 @@
 """Whole steps without an engine: requests that run together do not meet in flags, tables or buffers."""
 
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from vllm_hook.engine import settings
 from vllm_hook.errors import UnsupportedError
 from vllm_hook.ops import edit as op
-from vllm_hook.runtime.buffers import SiteBank
+from vllm_hook.runtime.area import StepArea
+from vllm_hook.runtime.buffers import SiteBank, _area_size
 from vllm_hook.runtime.edit_bank import EditBank
 from vllm_hook.runtime.edit_plan import EditPlanner, make_edit_plan
 from vllm_hook.runtime.plan import BatchView
@@ -115,6 +118,41 @@ def test_a_kept_plan_is_not_kept_over_what_changes():
     assert planner.plan(0, BatchView(["a"], [0, 1], [8]), world.states, dict) is kept
     assert planner.plan(1, BatchView(["a"], [0, 1], [9]), world.states, dict) is not kept
     assert planner.plan(1, BatchView(["b"], [0, 1], [9]), world.states, dict) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_plans_that_are_kept_say_what_new_ones_would(seed):
+    """Requests that intervene alike or not, in small batches of any order and place, on tables that are
+    written again: the planner that keeps plans and the area that keeps words, against new ones."""
+    r = random.Random(seed)
+    kinds = [
+        [edit(0), edit(1, rows=((3, 6), (8, -1)))],
+        [edit(1, rows=((2, 5),))],
+        [edit(0, rows=((0, -1),)), edit(1, gate())],  # flags of its own
+    ]
+    edits = EditBank(FACTS, 64, 8, 16, CPU)
+    states = {
+        name: edits.admit(kinds[kind], Ones(), str(kind))
+        for name, kind in zip("abcde", (0, 0, 1, 1, r.choice([1, 2])), strict=True)
+    }
+    armed = Armed.of_edits("resid_post", [0, 1])
+    kept, new = (StepArea(_area_size(armed, 8, 64, 8), CPU) for _ in range(2))
+    planner, hits = EditPlanner(), 0
+    for _ in range(300):
+        ids = r.sample("abcdex", r.randint(1, 3))
+        n = [r.choice([1, 1, 4]) for _ in ids]
+        view = BatchView(ids, [0, *np.cumsum(n).tolist()], [r.choice([0, 1, 2, 7, 9, 30]) for _ in ids])
+        plan = planner.plan(r.choice([0, 1]), view, states, dict)
+        want = make_edit_plan(view, states, {})
+        assert (plan is None) == (want is None)
+        hits += plan is not None and plan in kept._packed
+        for area, own in ((kept, plan), (new, want)):
+            area.clear()
+            area.step.zero_()
+            area.load(None, own)
+        assert torch.equal(kept.step, new.step)
+    assert hits > 20
+    assert len(planner._known) <= 64
 
 
 def test_a_request_that_cannot_be_read_holds_no_slots():

@@ -5,6 +5,11 @@ is anybody's. Full graphs are therefore captured twice, without our launches and
 step without rows of ours replays the first. The same compiled code makes both: the ops look at
 ``live`` while they are captured.
 
+The two graphs of a size are captured one right after the other, on one stream and from the same
+state of the memory pool, so that their activations and the workspace of the products lie at the
+same addresses. Where these lie decides about 1 % of a step at batch 1 (docs/performance.md): sets
+captured one after the other differ by that, by chance.
+
 Two kinds of step need the host while the model runs: conditions that are decided once for a request
 (a launch more, see :mod:`vllm_hook.ops.triton_site`), and attention steering (it acts behind the
 attention kernel). They are dispatched to a mode in which Python runs there.
@@ -12,7 +17,7 @@ attention kernel). They are dispatched to a mode in which Python runs there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -38,25 +43,31 @@ class GraphSets:
         manager.run_fullgraph = self.run_fullgraph
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
-        """Capture all graphs with our launches, then the full ones again without."""
+        """Capture all graphs with our launches, the full ones also without."""
         manager = self._manager
+        every = manager._capture_descs
+        full = every.get(CUDAGraphMode.FULL)
+        profile = manager._max_full_descs_to_capture is not None
+        if full and not profile:
+            self.hooked, self.plain = {}, {}
+            manager._capture_descs = {**every, CUDAGraphMode.FULL: _Twice(full, self._take)}
         self._set_live(True)
         try:
             self._capture(*args, **kwargs)
         finally:
             self._set_live(False)
-        full = manager._capture_descs.get(CUDAGraphMode.FULL)
+            manager._capture_descs = every
+        if self.plain is not None:
+            manager.graphs = self.hooked
         if manager._capture_mem_samples:  # a memory profile: of a few graphs, the later ones are typical
             self.again = len(full or ()) * max(manager._capture_mem_samples[-1], 1 << 20)
-        if not full or manager._max_full_descs_to_capture is not None:
-            return
-        self.hooked, manager.graphs = manager.graphs, {}
-        every, manager._capture_descs = manager._capture_descs, {CUDAGraphMode.FULL: full}
-        try:
-            self._capture(*args, **{**kwargs, "progress_bar_desc": "Capturing CUDA graphs without hooks"})
-        finally:
-            manager._capture_descs = every
-        self.plain, manager.graphs = manager.graphs, self.hooked
+
+    def _take(self, desc: Any) -> None:
+        """A full graph was captured: with our launches at first, then without."""
+        assert self.plain is not None
+        hooked = desc not in self.hooked
+        (self.hooked if hooked else self.plain)[desc] = self._manager.graphs.pop(desc)
+        self._set_live(not hooked)
 
     def dispatch(
         self, num_reqs: int, num_tokens: int, uniform_token_count: Any, *args: Any, **kwargs: Any
@@ -82,3 +93,19 @@ class GraphSets:
             return self._run(desc)
         finally:
             self._manager.graphs = self.hooked
+
+
+class _Twice:
+    """Descriptors, each two times in a row; ``done`` is called after each."""
+
+    def __init__(self, descs: Sequence[Any], done: Callable[[Any], None]) -> None:
+        self._descs, self._done = descs, done
+
+    def __len__(self) -> int:
+        return 2 * len(self._descs)
+
+    def __iter__(self) -> Iterator[Any]:
+        for desc in self._descs:
+            for _ in range(2):
+                yield desc
+                self._done(desc)

@@ -72,6 +72,8 @@ def parse_request(value: Any) -> RequestSpec | None:
     if isinstance(value, (bool, int, float)) and value == 0:
         return RequestSpec(use=())
     names = value["use"] if isinstance(value, dict) and value.keys() == {"use"} else value
+    if _short(names):
+        return _using(names)
     if isinstance(names, list) and len(names) <= FEW and all(_short(name) for name in names):
         return _using(tuple(names))
     if isinstance(value, (str, list, tuple)):
@@ -93,7 +95,7 @@ def _short(name: Any) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _using(names: tuple[str, ...]) -> RequestSpec:
+def _using(names: str | tuple[str, ...]) -> RequestSpec:
     """Most requests only name programs, the same as the one before."""
     return _validated({"use": names})
 

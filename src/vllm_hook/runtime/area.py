@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -70,6 +71,7 @@ class StepArea:
         self._mode = 0  # what live holds
         self._kind = 1
         self._last: tuple[StepPlan | None, EditPlan | None] | None = None
+        self._packed: WeakKeyDictionary[EditPlan, tuple[np.ndarray, bool]] = WeakKeyDictionary()
 
     def bytes(self) -> int:
         return self.step.numel() * 4
@@ -83,18 +85,30 @@ class StepArea:
         if (event := self._sent[self._turn]) is not None:
             event.synchronize()
         host = self._host[self._turn]
-        packer = _Packer(host.numpy(), len(self.places))
-        packer.edits(edits)
-        for i, place in enumerate(self.places):
-            packer.site(i, place, taps, edits)
+        end, latched = self._write(host.numpy(), taps, edits)
         if self._on_device:
-            self.step[: packer.end].copy_(host[: packer.end], non_blocking=True)
+            self.step[:end].copy_(host[:end], non_blocking=True)
             event = self._sent[self._turn] = self._sent[self._turn] or torch.cuda.Event()
             event.record()
-        self._kind = 2 if packer.latched else 1
+        self._kind = 2 if latched else 1
         self._say(self._kind)
         self._dirty = True
         self._last = taps, edits
+
+    def _write(self, out: np.ndarray, taps: StepPlan | None, edits: EditPlan | None) -> tuple[int, bool]:
+        """The tables of a step. How many words they are, and whether conditions are decided by them."""
+        alone = edits if taps is None else None
+        if alone is not None and alone in self._packed:  # the planner keeps plans that may come again
+            words, latched = self._packed[alone]
+            out[: len(words)] = words
+            return len(words), latched
+        packer = _Packer(out, len(self.places))
+        packer.edits(edits)
+        for i, place in enumerate(self.places):
+            packer.site(i, place, taps, edits)
+        if alone is not None:
+            self._packed[alone] = out[: packer.end].copy(), packer.latched
+        return packer.end, packer.latched
 
     def _same(self, taps: StepPlan | None, edits: EditPlan | None) -> bool:
         """Whether the device still holds exactly these tables."""

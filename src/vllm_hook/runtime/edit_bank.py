@@ -36,6 +36,10 @@ def edit_bytes(armed: Armed, facts: ModelFacts, rows: int, requests: int, slots:
     return EditBank(facts, rows, requests, slots, torch.device("meta")).bytes()
 
 
+#: Interventions that are kept when their last request has ended, for the next that intervenes alike.
+STATES_KEPT = 256
+
+
 class VectorSource(Protocol):
     """Where vectors come from, by the digest of their content."""
 
@@ -60,7 +64,10 @@ class EditBank:
         self.flag_slots = Slots(2 * GATES * requests, "gates")
         self.row_flag_slots = Slots(2 * ROW_GATES, "gates by row")
         slots = 2 * slots
-        self.vector_slots = {"stream": Slots(slots, "vectors"), "head": Slots(slots, "vectors of head sites")}
+        self.vector_slots = {
+            "stream": Slots(slots, "vectors", keep=True),
+            "head": Slots(slots, "vectors of head sites", keep=True),
+        }
 
         def table(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float32, device=device)
@@ -87,30 +94,42 @@ class EditBank:
         self, data: Sequence[Mapping[str, Any]], vectors: VectorSource, digest: str | None = None
     ) -> EditState:
         """Give a request its slots. All or nothing: what is too much leaves nothing behind. ``digest`` of
-        the data: while a request with the same runs, there may be nothing to work out."""
-        if digest is not None and (known := self._shared.get(digest)) is not None:
+        the data: if requests with the same run, or ran lately, there may be nothing to work out."""
+        known = None if digest is None else self._shared.get(digest)
+        if known is not None and (known.users or self._take_again(known)):
             known.users += 1
             return known
-        taken: list[tuple[Slots, Any]] = []
+        taken: list[tuple[Slots, Any, int]] = []
         try:
             state = self._admit(data, vectors, taken)
         except BaseException:
-            for slots, key in taken:
+            for slots, key, _ in taken:
                 slots.give_back(key)
             raise
         if digest is not None and not state.has_own:
             state.digest = digest
             self._shared[digest] = state
+            if len(self._shared) > STATES_KEPT:
+                resting = next((d for d, s in self._shared.items() if not s.users), digest)
+                del self._shared[resting]
         return state
 
+    def _take_again(self, state: EditState) -> bool:
+        """The slots of a state that nobody uses, if they still hold what they did."""
+        if any(slots.find(key) != slot for slots, key, slot in state.taken):
+            return False
+        for slots, key, _ in state.taken:
+            slots.take(key)
+        return True
+
     def _admit(
-        self, data: Sequence[Mapping[str, Any]], vectors: VectorSource, taken: list[tuple[Slots, Any]]
+        self, data: Sequence[Mapping[str, Any]], vectors: VectorSource, taken: list[tuple[Slots, Any, int]]
     ) -> EditState:
         own = object()  # flags are never shared: they are taken under a key of this request alone
 
         def vector(kind: str, digest: str) -> int:
             slot, new = self.vector_slots[kind].take(digest)
-            taken.append((self.vector_slots[kind], digest))
+            taken.append((self.vector_slots[kind], digest, slot))
             if new:
                 self.state[kind].bank[slot].copy_(vectors.vector(digest))
             return slot
@@ -118,7 +137,7 @@ class EditBank:
         def flag(slots: Slots, which: Any) -> int:
             key = (own, which)
             slot, _ = slots.take(key)
-            taken.append((slots, key))
+            taken.append((slots, key, slot))
             return slot
 
         edits = []
@@ -159,14 +178,16 @@ class EditBank:
         return EditState(tuple(edits), group_places(edits), tuple(taken), tuple(attends))
 
     def release(self, state: EditState) -> None:
-        state.users -= 1
-        if state.users > 0:
+        """A request has ended."""
+        if not state.users:
             return
-        if state.digest is not None:
-            self._shared.pop(state.digest, None)
-        for slots, key in state.taken:
+        state.users -= 1
+        if state.users:
+            return
+        for slots, key, _ in state.taken:
             slots.give_back(key)
-        state.taken = ()
+        if state.digest is not None and self._shared.get(state.digest) is state:  # the last to be forgotten
+            self._shared[state.digest] = self._shared.pop(state.digest)
 
     def used(self) -> dict[str, int]:
         """Slots in use, for leak tests and status."""

@@ -79,44 +79,54 @@ class RowEdit:
 
 
 class Slots:
-    """``capacity`` numbered slots for keys, shared and counted."""
+    """``capacity`` numbered slots for keys, shared and counted. With ``keep``, a slot that nobody uses any
+    more stays what it was until it is needed for another key: what it holds need not be filled in again."""
 
-    def __init__(self, capacity: int, what: str) -> None:
-        self.capacity, self.what = capacity, what
-        self._free = list(range(capacity - 1, -1, -1))
+    def __init__(self, capacity: int, what: str, keep: bool = False) -> None:
+        self.capacity, self.what, self._keep = capacity, what, keep
+        self._free: dict[int, Any] = dict.fromkeys(range(capacity))  # with their former keys, oldest first
         self._slot: dict[Any, int] = {}
         self._uses: Counter[Any] = Counter()
 
     def take(self, key: Any) -> tuple[int, bool]:
-        """The slot of a key, and whether it is newly filled."""
+        """The slot of a key, and whether it has to be filled."""
+        new = key not in self._slot
+        if new:
+            if not self._free:
+                raise CapacityError(f"all {self.capacity} slots for {self.what} are in use")
+            slot = next(iter(self._free))
+            self._slot.pop(self._free[slot], None)
+            self._slot[key] = slot
+        self._free.pop(self._slot[key], None)
         self._uses[key] += 1
-        if key in self._slot:
-            return self._slot[key], False
-        if not self._free:
-            del self._uses[key]
-            raise CapacityError(f"all {self.capacity} slots for {self.what} are in use")
-        self._slot[key] = self._free.pop()
-        return self._slot[key], True
+        return self._slot[key], new
 
     def give_back(self, key: Any) -> None:
         self._uses[key] -= 1
         if not self._uses[key]:
             del self._uses[key]
-            self._free.append(self._slot.pop(key))
+            slot = self._slot[key]
+            self._free[slot] = key
+            if not self._keep:
+                del self._slot[key]
+
+    def find(self, key: Any) -> int | None:
+        """The slot that holds what belongs to a key, in use or not."""
+        return self._slot.get(key)
 
     @property
     def used(self) -> int:
-        return len(self._slot)
+        return self.capacity - len(self._free)
 
 
-@dataclass
+@dataclass(eq=False)
 class EditState:
-    """The interventions of one request and the slots it holds; or of several that intervene alike
-    (``digest``), if nothing of it is a request's own: ``users`` of them."""
+    """The interventions of one request and the slots it holds (``taken``: whose, key, number); or of several
+    that intervene alike (``digest``), if nothing of it is a request's own: ``users`` of them."""
 
     edits: tuple[RowEdit, ...]
     groups: tuple[tuple[tuple[Place, ...], tuple[int, ...]], ...]
-    taken: tuple[tuple[Slots, Any], ...]
+    taken: tuple[tuple[Slots, Any, int], ...]
     attends: tuple[Attend, ...] = ()
     digest: str | None = None
     users: int = 1
@@ -159,7 +169,7 @@ _Run = tuple[int, int, int, int]
 TokenRows = tuple[int, np.ndarray, tuple[tuple[tuple[int, ...], np.ndarray], ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EditPlan:
     """One step. ``tables[t]`` = (rows, chain of each row); ``cond_tables[t]`` = (rows, condition of each)."""
 
@@ -177,12 +187,19 @@ class EditPlan:
     attends: Mapping[int, Sequence[AttendPiece]]
 
 
+#: Plans that are kept, and the most editing requests of a step whose plan is: a chat that goes on, or the
+#: next with the same program, meets the same again; large batches do not, and need not wait for the host.
+PLANS_KEPT, KEPT_REQUESTS = 64, 8
+
+
 class EditPlanner:
-    """Plans steps, and keeps the last plan: while the same requests decode on, nothing of it changes."""
+    """Plans steps, and keeps the last plan: while the same requests decode on, nothing of it changes. Of
+    small batches it keeps those before, too, for requests that intervene alike at the same places."""
 
     def __init__(self) -> None:
         self._key: tuple[int, list[str], list[int]] | None = None
         self._plan: EditPlan | None = None
+        self._known: dict[tuple[Any, ...], EditPlan | None] = {}
 
     def plan(
         self,
@@ -195,13 +212,44 @@ class EditPlanner:
         key = (version, list(view.req_ids), list(view.starts))
         if key == self._key:
             return self._plan
-        plan = make_edit_plan(view, states, seen())
+        plan = self._planned(view, states, seen)
         steady = all(
             (state := states.get(req_id)) is None or state.is_steady(int(first))
             for req_id, first in zip(view.req_ids, view.first, strict=True)
         )
         self._key, self._plan = (key, plan) if steady else (None, None)
         return plan
+
+    def _planned(
+        self, view: BatchView, states: Mapping[str, EditState], seen: Callable[[], Mapping[str, int]]
+    ) -> EditPlan | None:
+        alike = _alike(view, states)
+        if alike is None:
+            return make_edit_plan(view, states, seen())
+        if alike in self._known:
+            plan = self._known.pop(alike)
+        else:
+            plan = make_edit_plan(view, states, {})
+            if len(self._known) >= PLANS_KEPT:
+                del self._known[next(iter(self._known))]
+        self._known[alike] = plan  # the last one used is the last to go
+        return plan
+
+
+def _alike(view: BatchView, states: Mapping[str, EditState]) -> tuple[Any, ...] | None:
+    """All that the plan of a step depends on, if the requests that edit are few and hold nothing of their
+    own: what each does, and where its rows begin and end, in its text and in the batch."""
+    if len(states) > KEPT_REQUESTS:
+        return None
+    found: list[Any] = []
+    for i, req_id in enumerate(view.req_ids):
+        state = states.get(req_id)
+        if state is not None:
+            if state.digest is None:
+                return None
+            first = int(view.first[i])
+            found += state, min(first, state.steady_from), view.starts[i], view.starts[i + 1]
+    return tuple(found)
 
 
 def make_edit_plan(

@@ -165,7 +165,7 @@ def make_plan(view: BatchView, states: Mapping[str, RequestState]) -> StepPlan |
     tables, table_of = _share_tables(rows)
     lanes = []
     for lane, entries in found.items():
-        used = {table_of[lane.tap_site, layer] for layer in lane.layers}
+        used = {table_of[key] for key in lane.taps}
         index = {t: _locate(rows[lane], tables[t]) for t in used}
         positions = np.concatenate([p for _, _, _, p, _ in entries])
         members = tuple((req_id, watch.index) for req_id, _, watch, _, _ in entries) if decode[lane] else ()
@@ -187,10 +187,13 @@ def positions_within(ranges: Ranges, low: int, high: int) -> np.ndarray:
 
 def _share_tables(rows: Mapping[Lane, Rows]) -> tuple[list[Rows], dict[tuple[str, int], int]]:
     """One table per distinct set of lanes that meet at a site, holding the union of their rows."""
+    if len(rows) == 1:
+        [(lane, own)] = rows.items()
+        return [_distinct([own])], dict.fromkeys(lane.taps, 0)
     lanes_at: dict[tuple[str, int], list[Lane]] = {}
     for lane in rows:
-        for layer in lane.layers:
-            lanes_at.setdefault((lane.tap_site, layer), []).append(lane)
+        for key in lane.taps:
+            lanes_at.setdefault(key, []).append(lane)
     ids: dict[tuple[Lane, ...], int] = {}
     table_of = {key: ids.setdefault(tuple(lanes), len(ids)) for key, lanes in lanes_at.items()}
     members = list(ids)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,15 @@ class Lane:
     reduce: tuple[str, ...] | None = None
     dtype: str | None = None
 
-    @property
+    def __hash__(self) -> int:
+        """Worked out once: each step looks lanes up, once for each of their layers."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.site, self.layers, self.heads, self.reduce, self.dtype))
+
+    @cached_property
     def tap_site(self) -> str:
         """Where rows are taken: attention is computed from queries and the KV cache."""
         return "q" if self.site.startswith("attention") else self.site
@@ -206,21 +214,19 @@ def worker_rows(observation: ResolvedObservation, prompt_len: int) -> Ranges:
     return (*prompt, (prompt_len, None))
 
 
+#: Requests that use one observation have one lane, which is then found by identity.
+_lane = lru_cache(maxsize=1024)(Lane)
+
+
 def read_payload(data: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> tuple[Watch, ...]:
     """Inverse of :func:`payload`."""
     watches = []
     for index, w in enumerate(data["watch"]):
         heads = w["heads"]
         reduce = None if w["reduce"] is None else tuple(w["reduce"])
-        lane = Lane(
-            site=w["site"],
-            layers=tuple(w["layers"]),
-            heads=None
-            if heads is None
-            else tuple(tuple(h) if isinstance(h, list | tuple) else h for h in heads),
-            reduce=reduce,
-            dtype=w["dtype"],
-        )
+        if heads is not None:
+            heads = tuple(tuple(h) if isinstance(h, list | tuple) else h for h in heads)
+        lane = _lane(w["site"], tuple(w["layers"]), heads, reduce, w["dtype"])
         watches.append(
             Watch(
                 index=index,

@@ -59,7 +59,7 @@ class Block:
         self.closed = False
         self._positions: list[np.ndarray] = []
         self._values: list[Tensor] = []
-        self._whole: tuple[np.ndarray, Tensor] | None = None
+        self._whole: tuple[np.ndarray, Sequence[Tensor]] | None = None
 
     def add(self, chunk: Chunk) -> None:
         self._positions.append(chunk.positions)
@@ -70,12 +70,12 @@ class Block:
         """All rows of the i-th member. Nothing is added afterwards."""
         self.closed = True
         if self._whole is None:
-            self._whole = np.stack(self._positions), torch.stack(self._values)
+            rows = torch.stack(self._values).movedim(0, 2).contiguous()  # [members, layers, steps, ...]
+            self._whole = np.stack(self._positions, axis=1), rows.unbind()
             self._positions.clear()
             self._values.clear()
-        positions, values = self._whole
-        own = values[:, i].movedim(0, 1).clone(memory_format=torch.contiguous_format)
-        return Record(self.members[i][1], positions[:, i], own, alone=True)
+        positions, rows_of = self._whole
+        return Record(self.members[i][1], positions[i].copy(), rows_of[i].clone(), alone=True)
 
 
 class Blocks:
