@@ -250,11 +250,12 @@ class Frontend:
         vectors = edits.vectors if edits is not None else frozenset()
         gates = samples * edits.gates if edits is not None else 0
         entries = samples * edits.entries if edits is not None else 0
-        with self._lock:
-            self._check_slots(vectors, gates, entries)
-            self._vectors.update(vectors)
-            self._row_gates += gates
-            self._entries += entries
+        if edits is not None:
+            with self._lock:
+                self._check_slots(vectors, gates, entries)
+                self._vectors.update(vectors)
+                self._row_gates += gates
+                self._entries += entries
         digests = [use.digest for use in context.uses]
         release = weakref.finalize(context, self._release, digests, vectors, gates, entries)
         release.atexit = False

@@ -113,6 +113,7 @@ class RunnerHook:
 
     def begin(self, scheduler_output: Any, known_tokens: Callable[[Any], int]) -> None:
         """Take note of who left and who came. ``known_tokens``: tokens of a request that enters again."""
+        self.transfer.wait_for_few()
         self.tracker.finish(scheduler_output.finished_req_ids)
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is None:
@@ -179,7 +180,11 @@ class RunnerHook:
         if plan is None:
             return
         assert self._view is not None
-        with self._shield(self._view), torch.inference_mode():
+        with (
+            self._shield(self._view),
+            torch.inference_mode(),
+            self.transfer.beside(plan, self.bank, self.shard.size > 1),
+        ):
             taken = collect(plan, self.bank, self.settings.facts, self, self.transfer, self.shard)
             if self.shard.rank == 0:  # all ranks take part, one reports
                 moved = [t for t in taken if t.values is not None]

@@ -1,6 +1,7 @@
 """Rows leave the device: on a stream of their own, into pinned memory, while the engine goes on.
 
-Rows of a step are gathered behind its forward pass and copied while the next one is prepared. Large
+Rows of a step are gathered behind its forward pass and copied while the next one is prepared; few rows
+are gathered and reduced on that stream too, beside the product that gives the logits. Large
 captures, all prompt rows of many layers, are sent layer by layer as soon as each tap has run, straight
 from its buffer, so that the bus works while later layers compute; such steps run without CUDA graphs
 anyway (longer than any captured size).
@@ -11,7 +12,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +32,9 @@ logger = logging.getLogger(__name__)
 EARLY_BYTES = 8 << 20
 EARLY_COPY_BYTES = 256 << 10
 
+#: Rows of at most so many bytes a step are gathered beside the engine's own work.
+FEW_BYTES = 4 << 20
+
 
 class Transfer:
     """Copies from one device. On a CPU everything is where it should be already."""
@@ -39,21 +45,42 @@ class Transfer:
         self._keys: list[int] = []
         self._homes: dict[int, Tensor] = {}
         self._busy: torch.cuda.Event | None = None
+        self._gathered: torch.cuda.Event | None = None
+
+    def beside(self, plan: StepPlan, bank: SiteBank, sharded: bool) -> AbstractContextManager[Any]:
+        """Right behind a forward pass: where its rows are gathered. Few rows of buffers of ours are on the
+        stream of the copies; more of them would need memory there that the engine has for itself, and
+        attention reads what the next step changes. ``sharded``: ranks meet on the engine's stream."""
+        if self._stream is None or not _few(plan, bank, sharded):
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
 
     def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """Host copies that hold the values once the event has come; what is on the host stays as it is."""
         if self._stream is None:
             return list(tensors), None
-        self._stream.wait_stream(torch.cuda.current_stream())
+        gathered_here = torch.cuda.current_stream() == self._stream
+        if not gathered_here:
+            self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             out = []
             for tensor in tensors:
-                if tensor.is_cuda:
+                if tensor.is_cuda and not gathered_here:
                     tensor.record_stream(self._stream)
                 out.append(tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor)
             event = torch.cuda.Event()
             event.record()
+        if gathered_here:
+            self._gathered = event
         return out, event
+
+    def wait_for_few(self) -> None:
+        """A step begins: behind what was gathered beside the last. It reads buffers that are written again,
+        and tensors of programs that may be let go of."""
+        if self._gathered is not None:
+            torch.cuda.current_stream().wait_event(self._gathered)
+            self._gathered = None
 
     # -- large captures ---------------------------------------------------------------------
 
@@ -144,6 +171,19 @@ class Transfer:
             assert self._stream is not None
             self._busy = torch.cuda.Event()
             self._busy.record(self._stream)
+
+
+def _few(plan: StepPlan, bank: SiteBank, sharded: bool) -> bool:
+    """Whether a step takes little, and nothing that has to be gathered on the engine's stream."""
+    size = 0
+    for lane_plan in plan.lanes:
+        kind = site(lane_plan.lane.site).kind
+        if kind == "attention" or (kind == "head" and sharded):
+            return False
+        taps = lane_plan.lane.taps
+        buf = bank.taken[taps[0]]
+        size += len(lane_plan.positions) * len(taps) * buf.shape[1] * buf.element_size()
+    return size <= FEW_BYTES
 
 
 def _as_taken(lane_plan: LanePlan) -> bool:
