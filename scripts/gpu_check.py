@@ -2,7 +2,7 @@
 
     python scripts/gpu_check.py OUT [--only PART,PART] [--rounds 20]
 
-Parts: kernels, device, engine, bench, prompt-rows, forms, bus, profile, idle, levels, cache, and tp on two
+Parts: kernels, device, engine, bench, prompt-rows, forms, bus, profile, idle, places, cache, and tp on two
 GPUs. Needs vLLM for CUDA, this package importable with its entry points, and pytest. Every part is a
 process of its own with a log in OUT; tests run side by side, what is timed runs alone. Prints a short table
 last; exits non-zero if a part failed.
@@ -33,7 +33,7 @@ PARTS = (
     "bus",
     "profile",
     "idle",
-    "levels",
+    "places",
     "cache",
     "tp",
 )
@@ -75,7 +75,7 @@ def main() -> int:
         "bus": [sys.executable, str(HERE / "gpu_parts.py"), "bus", str(args.out)],
         "profile": [sys.executable, str(HERE / "gpu_parts.py"), "profile", str(args.out)],
         "idle": [sys.executable, str(HERE / "gpu_parts.py"), "idle", str(args.out)],
-        "levels": [sys.executable, str(HERE / "gpu_levels.py"), str(args.out)],
+        "places": [sys.executable, str(HERE / "gpu_places.py"), str(args.out)],
         "cache": [sys.executable, str(HERE / "gpu_parts.py"), "cache", str(args.out)],
         "tp": [sys.executable, str(HERE / "gpu_parts.py"), "tp", str(args.out)],
     }
