@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_hook.errors import CapacityError
@@ -252,6 +252,17 @@ def test_requests_that_intervene_alike_share_what_is_worked_out() -> None:
     assert first.gates[0].flag != second.gates[0].flag  # a condition is one request's own
 
 
+def test_requests_that_intervene_alike_share_one_chain_and_others_do_not() -> None:
+    b = bank(requests=8)
+    alike = {name: b.admit([edit(vector="1")], Vectors(), "a") for name in "pq"}
+    states = {**alike, "r": b.admit([edit(2.0, vector="1")], Vectors(), "b")}
+    plan = make_edit_plan(BatchView([*"prq"], [0, 1, 2, 3], [4, 5, 6]), states, {})
+    assert plan is not None
+    assert plan.entry_float[:, 0].tolist() == [1.0, 2.0]
+    [(rows, chains)] = plan.tables
+    assert (rows.tolist(), chains.tolist()) == ([0, 1, 2], [0, 1, 0])
+
+
 def test_states_of_ended_requests_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_hook.runtime.edit_bank.STATES_KEPT", 2)
     b = bank(slots=3)
@@ -263,7 +274,8 @@ def test_states_of_ended_requests_are_kept_within_bounds(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=200, deadline=None)
+@example(events=[(True, 0), (True, 1), (False, 0), (True, 0), *[(True, key) for key in (2, 3, 4, 5)]])
 @given(events=st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
 def test_slots_against_a_multiset(keep: bool, events: list[tuple[bool, int]]) -> None:
     slots, held = Slots(6, "vectors", keep), []

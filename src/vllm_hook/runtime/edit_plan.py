@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -105,10 +106,8 @@ class Slots:
         self._uses[key] -= 1
         if not self._uses[key]:
             del self._uses[key]
-            slot = self._slot[key]
-            self._free[slot] = key
-            if not self._keep:
-                del self._slot[key]
+            slot = self._slot[key] if self._keep else self._slot.pop(key)
+            self._free[slot] = key if self._keep else None
 
     def find(self, key: Any) -> int | None:
         """The slot that holds what belongs to a key, in use or not."""
@@ -269,9 +268,10 @@ def make_edit_plan(
 
 class _Builder:
     def __init__(self) -> None:
-        self.rows: dict[Place, list[_Run]] = {}
-        self.conds: dict[Place, list[_Run]] = {}
+        self.rows: dict[tuple[Place, ...], list[_Run]] = {}
+        self.conds: dict[tuple[Place, ...], list[_Run]] = {}
         self.chains: list[int] = [0]
+        self.chain_of: dict[tuple[int, int, tuple[int, ...]], int] = {}
         self.ints: list[tuple[int, ...]] = []
         self.floats: list[tuple[float, ...]] = []
         self.cond_ints: list[tuple[int, ...]] = []
@@ -305,20 +305,23 @@ class _Builder:
                 segments = [(first, stop, active)] if active else []
             else:
                 segments = _segments([state.edits[m].rows for m in members], first, stop)
-            chains: dict[tuple[int, ...], int] = {}
             for a, b, active in segments:
-                chain = chains.get(active)
+                key = (id(state), group, active)  # requests that intervene alike have one state
+                chain = self.chain_of.get(key)
                 if chain is None:
-                    chain = chains[active] = self.chain([state.edits[members[k]] for k in active])
+                    chain = self.chain_of[key] = self.chain([state.edits[members[k]] for k in active])
                 self.put(self.rows, places, a + shift, b - a, chain)
 
     def put(
-        self, where: dict[Place, list[_Run]], places: Sequence[Place], row: int, count: int, index: int
+        self,
+        where: dict[tuple[Place, ...], list[_Run]],
+        places: tuple[Place, ...],
+        row: int,
+        count: int,
+        index: int,
     ) -> None:
-        run = (self._pieces, row, count, index)
+        where.setdefault(places, []).append((self._pieces, row, count, index))
         self._pieces += 1
-        for place in places:
-            where.setdefault(place, []).append(run)
 
     def gate(self, gate: Gate, first: int, stop: int, shift: int, fresh_from: int) -> None:
         low = first if gate.per_row else fresh_from
@@ -333,7 +336,7 @@ class _Builder:
             self.cond_ints.append(gate.ints)
             self.cond_floats.append(gate.floats)
             for a, b in runs:
-                self.put(self.conds, [gate.place], a + shift, b - a, len(self.cond_ints) - 1)
+                self.put(self.conds, (gate.place,), a + shift, b - a, len(self.cond_ints) - 1)
 
     def chain(self, edits: Sequence[RowEdit]) -> int:
         for edit in edits:
@@ -382,23 +385,41 @@ def _segments(ranges: Sequence[Ranges], first: int, stop: int) -> list[tuple[int
 
 
 def _share(
-    runs: Mapping[Place, list[_Run]],
+    runs: Mapping[tuple[Place, ...], list[_Run]],
 ) -> tuple[tuple[tuple[np.ndarray, np.ndarray], ...], dict[Place, int]]:
     """Places with the same runs share a table of (rows, index of each row)."""
+    lists_at: dict[Place, list[int]] = {}
+    for number, places in enumerate(runs):
+        for place in places:
+            lists_at.setdefault(place, []).append(number)
+    lists = list(runs.values())
     ids: dict[tuple[int, ...], int] = {}
-    tables: list[tuple[np.ndarray, np.ndarray]] = []
-    table_of: dict[Place, int] = {}
-    for place, mine in runs.items():
-        key = tuple([run[0] for run in mine])
-        if key not in ids:
-            ids[key] = len(tables)
-            _, first, count, index = np.asarray(mine, dtype=np.int32).T
-            if (count > 1).any():
-                within = np.arange(count.sum(), dtype=np.int32) - np.repeat(np.cumsum(count) - count, count)
-                first, index = np.repeat(first, count) + within.astype(np.int32), np.repeat(index, count)
-            tables.append((np.ascontiguousarray(first), np.ascontiguousarray(index)))
-        table_of[place] = ids[key]
-    return tuple(tables), table_of
+    table_of = {place: ids.setdefault(tuple(own), len(ids)) for place, own in lists_at.items()}
+    return tuple([_table([run for number in own for run in lists[number]]) for own in ids]), table_of
+
+
+def _table(runs: list[_Run]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows, in the order in which they were planned, and the index of each."""
+    _, first, count, index = np.asarray(sorted(runs), dtype=np.int32).T
+    if (count > 1).any():
+        within = np.arange(count.sum(), dtype=np.int32) - np.repeat(np.cumsum(count) - count, count)
+        first, index = np.repeat(first, count) + within.astype(np.int32), np.repeat(index, count)
+    return np.ascontiguousarray(first), np.ascontiguousarray(index)
+
+
+class Places(tuple[Place, ...]):
+    """Places that edits have in common; hashed once, since each step sorts its rows by them."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+
+#: Requests that intervene at the same places have one tuple of them, which is then found by identity.
+_places = lru_cache(maxsize=1024)(Places)
 
 
 def group_places(edits: Sequence[RowEdit]) -> tuple[tuple[tuple[Place, ...], tuple[int, ...]], ...]:
@@ -410,7 +431,7 @@ def group_places(edits: Sequence[RowEdit]) -> tuple[tuple[tuple[Place, ...], tup
     groups: dict[tuple[int, ...], list[Place]] = {}
     for place, members in at.items():
         groups.setdefault(tuple(members), []).append(place)
-    return tuple((tuple(places), members) for members, places in groups.items())
+    return tuple((_places(tuple(places)), members) for members, places in groups.items())
 
 
 def initial_flag(over: int) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +29,7 @@ class BatchView:
     first: Sequence[int]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Rows of one request within a lane: its rows [a:b]."""
 
     req_id: str
@@ -137,10 +137,37 @@ def _steady(view: BatchView, states: Mapping[str, RequestState]) -> float:
     return more
 
 
+class _Wanted:
+    """What one lane takes in a step: (request, place in the batch, its watch, position or positions, what to
+    add for the rows). ``decode`` as in :class:`LanePlan`; ``several``: not all are single positions."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, int, Watch, Any, int]] = []
+        self.decode, self.several = True, False
+
+    def positions(self) -> tuple[np.ndarray, np.ndarray]:
+        """Positions, and the rows of the step in which they are."""
+        shifts = [shift for *_, shift in self.entries]
+        if not self.several:  # most steps: nothing is made for each request
+            single = np.array([at for _, _, _, at, _ in self.entries], dtype=np.int32)
+            return single, single + np.array(shifts, dtype=np.int32)
+        parts = [np.atleast_1d(np.asarray(at, dtype=np.int32)) for _, _, _, at, _ in self.entries]
+        rows = [part + shift for part, shift in zip(parts, shifts, strict=True)]
+        return np.concatenate(parts), np.concatenate(rows)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        if not self.several:
+            return tuple([Piece(r, i, watch, k, k + 1) for k, (r, i, watch, _, _) in enumerate(self.entries)])
+        ends = np.cumsum([np.size(at) for _, _, _, at, _ in self.entries]).tolist()
+        return tuple(
+            Piece(req_id, i, watch, a, b)
+            for (req_id, i, watch, _, _), a, b in zip(self.entries, [0, *ends], ends, strict=False)
+        )
+
+
 def make_plan(view: BatchView, states: Mapping[str, RequestState]) -> StepPlan | None:
     """Plan a step; None when it holds no row that anybody asked for."""
-    found: dict[Lane, list[tuple[str, int, Watch, np.ndarray, int]]] = {}
-    decode: dict[Lane, bool] = {}
+    found: dict[Lane, _Wanted] = {}
     for i, req_id in enumerate(view.req_ids):
         state = states.get(req_id)
         if state is None:
@@ -151,25 +178,32 @@ def make_plan(view: BatchView, states: Mapping[str, RequestState]) -> StepPlan |
         if first >= state.end:
             continue
         low = max(first, state.skip_below)
+        single = low + 1 == stop
         for watch in state.watches:
-            positions = positions_within(watch.rows, low, stop)
-            if positions.size:
-                found.setdefault(watch.lane, []).append((req_id, i, watch, positions, start - first))
-                one = positions.size == 1 and first >= state.prompt
-                decode[watch.lane] = one and decode.get(watch.lane, True)
+            at: Any = low
+            if single:
+                if not any(a <= low and (b is None or low < b) for a, b in watch.rows):
+                    continue
+            else:
+                at = positions_within(watch.rows, low, stop)
+                if not at.size:
+                    continue
+            wanted = found.get(watch.lane)
+            if wanted is None:
+                wanted = found[watch.lane] = _Wanted()
+            wanted.entries.append((req_id, i, watch, at, start - first))
+            wanted.several |= not single
+            wanted.decode &= first >= state.prompt and (single or at.size == 1)
     if not found:
         return None
-    rows = {
-        lane: np.concatenate([p + shift for _, _, _, p, shift in entries]) for lane, entries in found.items()
-    }
-    tables, table_of = _share_tables(rows)
+    positions = {lane: wanted.positions() for lane, wanted in found.items()}
+    tables, table_of = _share_tables({lane: rows for lane, (_, rows) in positions.items()})
     lanes = []
-    for lane, entries in found.items():
-        used = {table_of[key] for key in lane.taps}
-        index = {t: _locate(rows[lane], tables[t]) for t in used}
-        positions = np.concatenate([p for _, _, _, p, _ in entries])
-        members = tuple((req_id, watch.index) for req_id, _, watch, _, _ in entries) if decode[lane] else ()
-        lanes.append(LanePlan(lane, _pieces(entries), index, positions, decode[lane], members))
+    for lane, wanted in found.items():
+        own, rows = positions[lane]
+        index = {t: _locate(rows, tables[t]) for t in {table_of[key] for key in lane.taps}}
+        members = tuple([(r, w.index) for r, _, w, _, _ in wanted.entries]) if wanted.decode else ()
+        lanes.append(LanePlan(lane, wanted.pieces(), index, own, wanted.decode, members))
     return StepPlan(tuple(tables), table_of, tuple(lanes))
 
 
@@ -211,12 +245,3 @@ def _distinct(parts: Sequence[Rows]) -> Rows:
 
 def _locate(rows: Rows, table: Rows) -> Index:
     return slice(0, len(rows)) if np.array_equal(rows, table) else np.searchsorted(table, rows)
-
-
-def _pieces(entries: Sequence[tuple[str, int, Watch, np.ndarray, int]]) -> tuple[Piece, ...]:
-    pieces = []
-    a = 0
-    for req_id, i, watch, positions, _ in entries:
-        pieces.append(Piece(req_id, i, watch, a, a + len(positions)))
-        a += len(positions)
-    return tuple(pieces)
