@@ -224,6 +224,31 @@ def test_a_request_that_is_too_much_leaves_nothing_behind() -> None:
     assert b.used() == {"vectors": 0, "gates": 0}
 
 
+def test_a_slot_that_could_not_be_filled_is_filled_by_the_next() -> None:
+    """Its number may have held another vector."""
+    b, known = bank(slots=1), {v: torch.full((16,), float(v)) for v in "123"}
+
+    class Source:
+        def vector(self, digest: str) -> torch.Tensor:
+            return known[digest]
+
+    for v in "12":
+        b.release(b.admit([edit(vector=v)], Source(), v))
+    for wrong in (None, torch.ones(3)):
+        if wrong is not None:
+            known["4"] = wrong
+        with pytest.raises((KeyError, RuntimeError)):
+            b.admit([edit(vector="3"), edit(vector="4")], Source(), "34")
+        with pytest.raises((KeyError, RuntimeError)):
+            b.admit([edit(vector="4")], Source(), "4")
+        assert b.used()["vectors"] == 0
+    known["4"] = torch.full((16,), 4.0)
+    for v in "4321":
+        state = b.admit([edit(vector=v)], Source(), v)
+        assert b.state["stream"].bank[state.taken[0][2]].tolist() == [float(v)] * 16
+        b.release(state)
+
+
 def test_requests_that_intervene_alike_share_what_is_worked_out() -> None:
     b = bank(slots=3)
     alike = [b.admit([edit(vector="1")], Vectors(), "a") for _ in range(3)]

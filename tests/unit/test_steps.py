@@ -1,5 +1,6 @@
 """Whole steps without an engine: requests that run together do not meet in flags, tables or buffers."""
 
+import pickle
 import random
 from types import SimpleNamespace
 
@@ -44,10 +45,10 @@ def edit(layer, gate=None, rows=((1, -1),)):
 class Small:
     """Sites of the residual stream of both layers; ``step`` gives each request's row of layer 1."""
 
-    def __init__(self):
-        self.edits = EditBank(FACTS, 16, 4, 8, CPU)
+    def __init__(self, requests=4):
+        self.edits = EditBank(FACTS, 16, requests, 8, CPU)
         armed = Armed.of_edits("resid_post", [0, 1])
-        self.bank = SiteBank(armed, FACTS, 4, 16, torch.float32, CPU, self.edits, 4)
+        self.bank = SiteBank(armed, FACTS, 4, 16, torch.float32, CPU, self.edits, requests)
         self.states = {}
 
     def add(self, name, data):
@@ -62,6 +63,38 @@ class Small:
             self.bank.sites["resid_post", layer](h)
         self.bank.area.rest()
         return {r: float(h[i, 0]) for i, (r, _, _) in enumerate(rows)}
+
+
+def test_conditions_by_row_one_after_the_other_in_a_small_engine():
+    """Their flags are numbered apart from those of latched conditions, of which a small engine has fewer."""
+    world = Small(requests=1)
+    for n in range(130):
+        world.add("a", [edit(1, gate(per_row=True, rows=[[0, -1]]), rows=((0, -1),))])
+        assert world.step(("a", 0, 5.0 * (n % 2))) == {"a": 15.0 if n % 2 else 0.0}
+        world.edits.release(world.states.pop("a"))
+
+
+def test_a_latched_condition_and_one_by_row_are_both_read():
+    world = Small()
+    by_row, latched = gate(per_row=True, rows=[[0, -1]]), gate(rows=[[0, 1]])
+    world.add("a", [edit(1, by_row, rows=((0, -1),)), edit(1, latched)])
+    assert {g.per_row for g in world.states["a"].gates} == {True, False}
+    assert world.step(("a", 0, 5.0)) == {"a": 15.0}
+    assert world.step(("a", 1, 5.0)) == {"a": 25.0}
+    assert world.step(("a", 2, 0.0)) == {"a": 10.0}
+
+
+def test_a_condition_reads_rows_of_its_own_request_only_when_resumed_with_a_smaller_chunk():
+    """Rows below 4 were read before the preemption; the first chunk afterwards ends below that."""
+    world = Small()
+    world.add("a", [edit(1, gate(rows=[[0, 6]]), rows=((6, -1),))])
+    world.add("b", [edit(1)])
+    plan = make_edit_plan(BatchView(["a", "b"], [0, 2, 5], [0, 0]), world.states, {"a": 4})
+    assert plan is not None
+    assert not plan.cond_tables
+    plan = make_edit_plan(BatchView(["a", "b"], [0, 3, 6], [2, 3]), world.states, {"a": 4})
+    [(rows, _)] = plan.cond_tables
+    assert rows.tolist() == [2]
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
@@ -153,6 +186,27 @@ def test_plans_that_are_kept_say_what_new_ones_would(seed):
         assert torch.equal(kept.step, new.step)
     assert hits > 20
     assert len(planner._known) <= 64
+
+
+def test_long_prompts_are_planned_anew():
+    """Their tables would take megabytes, and they seldom come again."""
+    edits = EditBank(FACTS, 1024, 8, 16, CPU)
+    states = {"a": edits.admit([edit(0)], Ones(), "a")}
+    area = StepArea(_area_size(Armed.of_edits("resid_post", [0]), 8, 1024, 8), CPU)
+    planner = EditPlanner()
+    for rows, kept in ((512, True), (513, False)):
+        plan = planner.plan(0, BatchView(["a"], [0, rows], [0]), states, dict)
+        area.load(None, plan)
+        assert (plan.kept, plan in planner._known.values(), plan in area._packed) == (kept,) * 3
+
+
+def test_a_lane_takes_no_hash_to_another_process():
+    """Text hashes to something else there."""
+    lane = Lane("resid_post", (1, 2))
+    assert hash(lane) == hash(Lane("resid_post", (1, 2)))
+    sent = pickle.loads(pickle.dumps(lane))
+    assert sent == lane
+    assert "_hash" not in vars(sent)
 
 
 def test_a_request_that_cannot_be_read_holds_no_slots():

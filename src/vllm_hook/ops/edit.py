@@ -257,7 +257,8 @@ def _shut(index: Tensor, live: np.ndarray, entries: np.ndarray, s: EditState) ->
     rows = index[torch.from_numpy(live)].long()
     kinds, chosen_by = torch.from_numpy(kind.copy()), torch.from_numpy(row_gate.copy()).long()
     gate = torch.from_numpy(entries[:, GATE].copy()).long().clamp_min(0)
-    latched = s.flags[gate] > 0
+    # The two kinds of flags are numbered apart: a number of one may lie beyond the other.
+    latched = s.flags[gate.clamp_max(s.flags.shape[0] - 1)] > 0
     by_row = s.row_flags[gate.clamp_max(s.row_flags.shape[0] - 1), rows] > 0
     chosen = (chosen_by < 0) | (s.row_flags[chosen_by.clamp_min(0), rows] > 0)
     return ~(chosen & ((kinds == NO_GATE) | torch.where(kinds == LATCHED, latched, by_row)))

@@ -5,6 +5,7 @@ Shapes: T tokens of a step, D width of a row, R rows, H heads, K keys, S spans.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,12 @@ def tap(h_TD: Tensor, residual_TD: Tensor | None, rows_R: Tensor) -> Tensor:
 
 
 def probe(
-    h_RD: Tensor, weight_D: Tensor, bias: Tensor, mean_D: Tensor | None, scale_D: Tensor | None
+    h_RD: Tensor,
+    weight_D: Tensor,
+    bias: Tensor,
+    mean_D: Tensor | None,
+    scale_D: Tensor | None,
+    dot: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
 ) -> Tensor:
     """Raw logit of a linear probe, float32 [R]: ``w . ((h - mean) / scale) + b``."""
     x = h_RD.float()
@@ -29,7 +35,7 @@ def probe(
         x = x - mean_D
     if scale_D is not None:
         x = x / scale_D
-    logits: Tensor = x @ weight_D + bias
+    logits: Tensor = dot(x, weight_D) + bias
     return logits
 
 

@@ -97,17 +97,17 @@ class StepArea:
 
     def _write(self, out: np.ndarray, taps: StepPlan | None, edits: EditPlan | None) -> tuple[int, bool]:
         """The tables of a step. How many words they are, and whether conditions are decided by them."""
-        alone = edits if taps is None else None
-        if alone is not None and alone in self._packed:  # the planner keeps plans that may come again
-            words, latched = self._packed[alone]
+        again = edits if taps is None and edits is not None and edits.kept else None
+        if again is not None and again in self._packed:
+            words, latched = self._packed[again]
             out[: len(words)] = words
             return len(words), latched
         packer = _Packer(out, len(self.places))
         packer.edits(edits)
         for i, place in enumerate(self.places):
             packer.site(i, place, taps, edits)
-        if alone is not None:
-            self._packed[alone] = out[: packer.end].copy(), packer.latched
+        if again is not None:
+            self._packed[again] = out[: packer.end].copy(), packer.latched
         return packer.end, packer.latched
 
     def _same(self, taps: StepPlan | None, edits: EditPlan | None) -> bool:

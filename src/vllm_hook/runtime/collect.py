@@ -23,7 +23,7 @@ from .buffers import SiteBank
 from .plan import LanePlan, Piece, StepPlan
 from .rows import Chunk, Record
 from .shard import Shard
-from .transfer import Transfer
+from .transfer import FEW_BYTES, Transfer
 
 #: Rows of at most this many bytes travel together with those of other requests. A request keeps the
 #: rows of its neighbours until it ends, so this is not for large ones.
@@ -179,12 +179,20 @@ def _reduced(lane_plan: LanePlan, rows: Tensor) -> Tensor:
     t = lane_plan.pieces[0].watch.reducer
     assert t is not None
     if reduce[0] == "probe":
-        return reference.probe(rows, t["weight"], t["bias"], t.get("mean"), t.get("scale"))
+        return reference.probe(rows, t["weight"], t["bias"], t.get("mean"), t.get("scale"), _dot)
     if reduce[0] == "sae":
         return reference.sae(rows, t["encoder"], t["bias"], t.get("centre"), t.get("threshold"))
     x = rows.float()  # reference.projection and reference.cosine, with what they divide by worked out once
-    along: Tensor = x @ t["unit"]
+    along = _dot(x, t["unit"])
     return along if reduce[0] == "projection" else along / x.norm(dim=-1).clamp_min(1e-30)
+
+
+def _dot(x: Tensor, vector: Tensor) -> Tensor:
+    """[..., D] x [D]. Few rows on a GPU are summed without cuBLAS, which would allocate a workspace for the
+    stream of the copies when the KV cache has taken the memory."""
+    if x.is_cuda and 2 * x.numel() <= FEW_BYTES:
+        return (x * vector).sum(-1)
+    return x @ vector
 
 
 def _on(index: slice | np.ndarray, device: torch.device) -> slice | Tensor:

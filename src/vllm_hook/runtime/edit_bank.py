@@ -104,7 +104,7 @@ class EditBank:
             state = self._admit(data, vectors, taken)
         except BaseException:
             for slots, key, _ in taken:
-                slots.give_back(key)
+                slots.give_back(key, keep=False)
             raise
         if digest is not None and not state.has_own:
             state.digest = digest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -102,12 +102,14 @@ class Slots:
         self._uses[key] += 1
         return self._slot[key], new
 
-    def give_back(self, key: Any) -> None:
+    def give_back(self, key: Any, keep: bool = True) -> None:
+        """One use less. Not ``keep``: the slot may not hold what it should."""
         self._uses[key] -= 1
         if not self._uses[key]:
             del self._uses[key]
-            slot = self._slot[key] if self._keep else self._slot.pop(key)
-            self._free[slot] = key if self._keep else None
+            keep = keep and self._keep
+            slot = self._slot[key] if keep else self._slot.pop(key)
+            self._free[slot] = key if keep else None
 
     def find(self, key: Any) -> int | None:
         """The slot that holds what belongs to a key, in use or not."""
@@ -137,7 +139,7 @@ class EditState:
     def __post_init__(self) -> None:
         """What every step asks, worked out once. From ``steady_from`` on no range begins or ends any more:
         ``steady`` are the edits that then hold, by group."""
-        own = {e.gate.flag: e.gate for e in self.edits if e.gate is not None}
+        own = {(e.gate.per_row, e.gate.flag): e.gate for e in self.edits if e.gate is not None}
         self.gates = tuple(own.values())
         self.filtered = tuple(e for e in self.edits if e.filters)
         ranges = [r for e in self.edits for r in e.rows] + [r for gate in self.gates for r in gate.rows]
@@ -184,11 +186,13 @@ class EditPlan:
     token_rows: tuple[TokenRows, ...]
     row_flags: tuple[int, ...]
     attends: Mapping[int, Sequence[AttendPiece]]
+    kept: bool = False  # it may come again
 
 
-#: Plans that are kept, and the most editing requests of a step whose plan is: a chat that goes on, or the
-#: next with the same program, meets the same again; large batches do not, and need not wait for the host.
-PLANS_KEPT, KEPT_REQUESTS = 64, 8
+#: Plans that are kept, and the most editing requests and rows of a step whose plan is: a chat that goes on,
+#: or the next with the same program, meets the same again; large batches do not, and need not wait for the
+#: host, and neither do long prompts.
+PLANS_KEPT, KEPT_REQUESTS, KEPT_ROWS = 64, 8, 512
 
 
 class EditPlanner:
@@ -228,7 +232,8 @@ class EditPlanner:
         if alike in self._known:
             plan = self._known.pop(alike)
         else:
-            plan = make_edit_plan(view, states, {})
+            made = make_edit_plan(view, states, {})
+            plan = made and replace(made, kept=True)
             if len(self._known) >= PLANS_KEPT:
                 del self._known[next(iter(self._known))]
         self._known[alike] = plan  # the last one used is the last to go
@@ -238,7 +243,7 @@ class EditPlanner:
 def _alike(view: BatchView, states: Mapping[str, EditState]) -> tuple[Any, ...] | None:
     """All that the plan of a step depends on, if the requests that edit are few and hold nothing of their
     own: what each does, and where its rows begin and end, in its text and in the batch."""
-    if len(states) > KEPT_REQUESTS:
+    if len(states) > KEPT_REQUESTS or view.starts[-1] > KEPT_ROWS:
         return None
     found: list[Any] = []
     for i, req_id in enumerate(view.req_ids):
@@ -328,7 +333,7 @@ class _Builder:
         runs = [
             (max(a, low), stop if b is None else min(b, stop))
             for a, b in gate.rows
-            if a < stop and (b is None or b > low)
+            if max(a, low) < stop and (b is None or b > low)
         ]
         if gate.per_row:
             self.row_flags.add(gate.flag)

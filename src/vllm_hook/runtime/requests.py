@@ -52,6 +52,10 @@ class Lane:
     def _hash(self) -> int:
         return hash((self.site, self.layers, self.heads, self.reduce, self.dtype))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without its hash, which is another in another process."""
+        return Lane, (self.site, self.layers, self.heads, self.reduce, self.dtype)
+
     @cached_property
     def tap_site(self) -> str:
         """Where rows are taken: attention is computed from queries and the KV cache."""

@@ -1,7 +1,7 @@
 """Rows leave the device: on a stream of their own, into pinned memory, while the engine goes on.
 
 Rows of a step are gathered behind its forward pass and copied while the next one is prepared; few rows
-are gathered and reduced on that stream too, beside the product that gives the logits. Large
+are gathered and reduced on one more stream, beside the product that gives the logits. Large
 captures, all prompt rows of many layers, are sent layer by layer as soon as each tap has run, straight
 from its buffer, so that the bus works while later layers compute; such steps run without CUDA graphs
 anyway (longer than any captured size).
@@ -40,7 +40,9 @@ class Transfer:
     """Copies from one device. On a CPU everything is where it should be already."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self._beside = torch.cuda.Stream(device) if on_gpu else None
         self._early: dict[int, tuple[list[Tensor], set[int]]] = {}
         self._keys: list[int] = []
         self._homes: dict[int, Tensor] = {}
@@ -48,30 +50,33 @@ class Transfer:
         self._gathered: torch.cuda.Event | None = None
 
     def beside(self, plan: StepPlan, bank: SiteBank, sharded: bool) -> AbstractContextManager[Any]:
-        """Right behind a forward pass: where its rows are gathered. Few rows of buffers of ours are on the
-        stream of the copies; more of them would need memory there that the engine has for itself, and
-        attention reads what the next step changes. ``sharded``: ranks meet on the engine's stream."""
-        if self._stream is None or not _few(plan, bank, sharded):
+        """Right behind a forward pass: where its rows are gathered. Few rows of buffers of ours have a stream
+        of their own, which never waits for large copies; more of them would need memory there that the
+        engine has for itself, and attention reads what the next step changes. ``sharded``: ranks meet on the
+        engine's stream."""
+        if self._beside is None or not _few(plan, bank, sharded):
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._stream)
+        self._beside.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._beside)
 
     def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """Host copies that hold the values once the event has come; what is on the host stays as it is."""
         if self._stream is None:
             return list(tensors), None
-        gathered_here = torch.cuda.current_stream() == self._stream
-        if not gathered_here:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        current = torch.cuda.current_stream()
+        few = current == self._beside
+        stream = current if few else self._stream
+        if not few:
+            stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             out = []
             for tensor in tensors:
-                if tensor.is_cuda and not gathered_here:
-                    tensor.record_stream(self._stream)
+                if tensor.is_cuda and not few:
+                    tensor.record_stream(stream)
                 out.append(tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor)
             event = torch.cuda.Event()
             event.record()
-        if gathered_here:
+        if few:
             self._gathered = event
         return out, event
 
@@ -177,8 +182,10 @@ def _few(plan: StepPlan, bank: SiteBank, sharded: bool) -> bool:
     """Whether a step takes little, and nothing that has to be gathered on the engine's stream."""
     size = 0
     for lane_plan in plan.lanes:
-        kind = site(lane_plan.lane.site).kind
+        kind, reduce = site(lane_plan.lane.site).kind, lane_plan.lane.reduce
         if kind == "attention" or (kind == "head" and sharded):
+            return False
+        if reduce is not None and reduce[0] == "sae":  # a product, whose library would take memory there
             return False
         taps = lane_plan.lane.taps
         buf = bank.taken[taps[0]]
