@@ -32,6 +32,8 @@ ONE = Workload("decode, batch 1", 1, 64, 64)
 MANY = Workload("decode, batch 128", 128, 64, 64)
 LONG = Workload("prefill, 8 prompts of 4,000 tokens", 8, 4000, 1)
 FIRST = Workload("time to first token, 4,000 tokens, 5 in turn", 1, 4000, 1, times=5)
+#: What a request costs once: the host launches short prompts piece by piece, and the device waits for it.
+SHORT = Workload("time to first token, 64 tokens, 16 in turn", 1, 64, 1, times=16)
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -92,10 +94,13 @@ CASES = (
     ("few sites", Case("few sites armed, idle", MANY, False)),
     ("few sites", Case("few sites armed, idle", LONG, False)),
     ("few sites", Case("few sites armed, idle", FIRST, False)),
+    ("few sites", Case("few sites armed, idle", SHORT, False)),
     ("prompt rows", Case("prompt rows armed, idle", LONG, False)),
     ("32 sites", Case("32 sites armed, idle", ONE, False, 1.005)),
     ("32 sites", Case("32 sites armed, idle", MANY, False, 1.005)),
     ("32 sites", Case("32 sites armed, idle", LONG, False, 1.005)),
+    ("32 sites", Case("32 sites armed, idle", SHORT, False)),
+    ("few sites", Case("all steered at 3 layers", SHORT, "steer3")),
     ("few sites", Case("all steered at 3 layers", ONE, "steer3", 1.01)),
     ("few sites", Case("all steered at 3 layers", MANY, "steer3", 1.01)),
     ("32 sites", Case("all steered at 3 layers, 32 armed", ONE, "steer3")),
@@ -106,12 +111,15 @@ CASES = (
     ("32 taps", Case("last prompt token of 32 layers", MANY, "last", 1.01)),
     ("32 taps", Case("last prompt token of 32 layers", LONG, "last", 1.01)),
     ("32 taps", Case("every generated token of 32 layers", ONE, "every", 1.01)),
+    ("32 sites", Case("two stacked edits at 32 layers", SHORT, "stack")),
+    ("32 sites", Case("last prompt token of 32 layers, edits armed too", SHORT, "last")),
     ("32 sites", Case("last prompt token of 32 layers, edits armed too", ONE, "last")),
     ("32 sites", Case("last prompt token of 32 layers, edits armed too", MANY, "last")),
     ("32 sites", Case("last prompt token of 32 layers, edits armed too", LONG, "last")),
     ("32 sites", Case("every generated token of 32 layers, edits armed too", ONE, "every")),
     ("few sites", Case("attention mass of 41 heads", FIRST, "mass", 1.01)),
     ("few sites", Case("attention mass of 41 heads", LONG, "mass", 1.01)),
+    ("few sites", Case("probe on every generated token", SHORT, "probe")),
     ("few sites", Case("probe on every generated token", ONE, "probe", 1.005)),
     ("few sites", Case("probe on every generated token", MANY, "probe", 1.005)),
     ("prompt rows", Case("all prompt tokens of 32 layers", LONG, "prompt", 1.10)),
