@@ -15,7 +15,8 @@ from vllm_hook.ops import edit as op
 from vllm_hook.runtime.area import AreaSize, StepArea
 from vllm_hook.runtime.edit_bank import EditBank
 from vllm_hook.runtime.edit_limits import CONDITIONS_A_ROW
-from vllm_hook.runtime.edit_plan import EditPlan, EditState, Slots, make_edit_plan
+from vllm_hook.runtime.edit_plan import EditPlan, make_edit_plan
+from vllm_hook.runtime.edit_state import EditState, Slots
 from vllm_hook.runtime.plan import BatchView
 from vllm_hook.sites import ModelFacts
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from ..ops import edit as op
 from ..sites import Armed, ModelFacts, site
 from .edit_limits import GATES, ROW_GATES
-from .edit_plan import (
+from .edit_plan import AttendPiece, EditPlan
+from .edit_state import (
     Attend,
-    AttendPiece,
-    EditPlan,
     EditState,
     Filter,
     Gate,

@@ -19,7 +19,7 @@ from ..program.resolve import ResolvedObservation
 
 if TYPE_CHECKING:
     from .edit_bank import EditBank
-    from .edit_plan import EditState
+    from .edit_state import EditState
     from .edits import EditRequest
 
 Ranges = tuple[tuple[int, "int | None"], ...]
