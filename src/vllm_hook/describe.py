@@ -124,6 +124,28 @@ def observation_table(checked: CheckedProgram, facts: ModelFacts, item: int) -> 
     return table
 
 
+def edit_table(checked: CheckedProgram) -> Table:
+    """What each intervention changes, where and how."""
+    table = Table(title="What it changes", title_justify="left")
+    for name in ("id", "site", "where", "rows", "how"):
+        table.add_column(name)
+    place = {"site", "layers", "heads", "positions", "rows"}
+    for e in checked.edits:
+        where = f"layers {' '.join(map(str, e.layers))}"
+        if e.heads:
+            where = "heads " + " ".join(f"{layer}-{head}" for layer, head in e.heads)
+        elif e.keep_heads is not None:
+            where += f", heads {' '.join(map(str, e.keep_heads))}"
+        how = e.edit.model_dump(mode="json", exclude=place, exclude_none=True)
+        told = ", ".join(f"{key}: {_plain(value)}" for key, value in how.items() if value is not False)
+        table.add_row(e.id, e.site, where, ", ".join(escape(_selector(s)) for s in e.selectors), escape(told))
+    return table
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value).replace('"', "")
+
+
 def _selector(selector: Any) -> str:
     if isinstance(selector, str):
         return selector

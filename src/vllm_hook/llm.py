@@ -7,7 +7,8 @@ and ``SamplingParams.extra_args``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import vllm
@@ -26,6 +27,17 @@ from .results import HookResult, Score
 def greedy(tokens: int, **more: Any) -> SamplingParams:
     """Sampling parameters without chance, for callers that need not know vLLM."""
     return SamplingParams(temperature=0, max_tokens=tokens, **more)
+
+
+@contextmanager
+def _naming_the_default(hook: Any) -> Iterator[None]:
+    """An error of a program that the caller did not name says why it was used (Python 3.11 and later)."""
+    try:
+        yield
+    except HookError as error:
+        if hook is True and hasattr(error, "add_note"):
+            error.add_note("No hook= was given, so every loaded program is used; hook=False uses none.")
+        raise
 
 
 def plain_llm(**settings: Any) -> vllm.LLM:
@@ -93,9 +105,10 @@ class HookLLM:
         these for each prompt.
         """
         count = len(prompts) if isinstance(prompts, (list, tuple)) and not _is_token_ids(prompts) else 1
-        outputs: list[vllm.RequestOutput] = self.llm.generate(
-            prompts, self._params(sampling_params, count, hook), **kwargs
-        )
+        with _naming_the_default(hook):
+            outputs: list[vllm.RequestOutput] = self.llm.generate(
+                prompts, self._params(sampling_params, count, hook), **kwargs
+            )
         return outputs
 
     def chat(
@@ -104,9 +117,10 @@ class HookLLM:
         """``vllm.LLM.chat`` with ``hook`` as in :meth:`generate`; spans by message work here."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
         count = len(messages) if several else 1
-        outputs: list[vllm.RequestOutput] = self.llm.chat(
-            messages, self._params(sampling_params, count, hook), **kwargs
-        )
+        with _naming_the_default(hook):
+            outputs: list[vllm.RequestOutput] = self.llm.chat(
+                messages, self._params(sampling_params, count, hook), **kwargs
+            )
         return outputs
 
     def beam_search(self, *args: Any, **kwargs: Any) -> Any:

@@ -188,7 +188,7 @@ def test_bad_weight_and_ambiguous_names(llm, tensors):
     llm.load_program(version(tensors, 0, "one"))
     llm.load_program(version(tensors, 1, "two"))
     hook = {"use": ["one", "two"], "set": {"e.strength": 1.0}}
-    with pytest.raises(ProgramError, match=r"ambiguous.*one/e, two/e"):
+    with pytest.raises(ProgramError, match=r"ambiguous; write 'one/e.strength' or 'two/e.strength'"):
         llm.generate(token_prompts([4]), greedy(1), hook=hook, use_tqdm=False)
     for name in ("one", "two"):
         llm.unload_program(name)

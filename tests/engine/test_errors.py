@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 
 import pytest
 import torch
@@ -207,8 +208,15 @@ def test_bad_request(tiny_llama, tiny_reference, odd_programs, kind):
 
 
 def test_span_not_found_in_text(tiny_llama, tiny_reference, odd_programs):
-    with pytest.raises(SpanError, match=r"'spanned'.*spans\.data.*'not in any prompt'"):
+    with pytest.raises(SpanError, match=r"'spanned'.*spans\.data.*'not in any prompt'") as named:
         tiny_llama.generate("the quick brown fox", greedy(), hook="spanned", use_tqdm=False)
+    assert not getattr(named.value, "__notes__", [])
+    with pytest.raises(SpanError) as default:  # nobody named the program
+        tiny_llama.generate("the quick brown fox", greedy(), use_tqdm=False)
+    if sys.version_info >= (3, 11):
+        assert default.value.__notes__ == [
+            "No hook= was given, so every loaded program is used; hook=False uses none."
+        ]
     still_works(tiny_llama, tiny_reference, "good")
 
 

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from vllm_hook import cli, describe, environment, offline, saved
@@ -257,6 +258,23 @@ def test_check_with_a_model_says_what_it_arms(run, good, config):
     tables = 4 * (2 * 48 + (8 + 100) * 9)  # a header a site; a record and a line of a list a row
     assert f"{((4 * 32 * 8 + 64 * 100) * 2 + tables) / 1024:.1f} KiB" in result.output
     assert "prefix cache" in result.output
+
+
+def test_check_says_what_an_intervention_changes(run, tmp_path, config):
+    save_file({"v": torch.ones(64)}, tmp_path / "v.safetensors")
+    edit = "{site: resid_post, layers: [1, 3], method: add, vector: v.safetensors, strength: 2}"
+    attend = "{site: attention, heads: [[1, 0]], method: attend, keys: [s], rows: generated, mass: 0.5}"
+    program = tmp_path / "p.yaml"
+    program.write_text(
+        f"schema: 1\nname: p\nspans: {{s: {{tokens: [0, 4]}}}}\nintervene: {{e: {edit}, a: {attend}}}\n"
+    )
+    lines = run("check", program, "--model", config).output.splitlines()
+    [e] = [line.split("│") for line in lines if "│ e " in line]
+    assert [cell.strip() for cell in e[1:5]] == ["e", "resid_post", "layers 1 3", "all"]
+    assert "method: add, vector: v.safetensors, strength: 2.0" in " ".join(e)
+    [a] = [line.split("│") for line in lines if "│ a " in line]
+    assert [cell.strip() for cell in a[1:5]] == ["a", "attention", "heads 1-0", "generated"]
+    assert "method: attend, keys: [s], mass: 0.5" in " ".join(a)
 
 
 def test_check_reports_all_problems_with_lines(run, tmp_path):

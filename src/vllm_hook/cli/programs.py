@@ -58,7 +58,14 @@ def check(
             return
         if program is None:
             raise typer.BadParameter("give a program, or --schema", param_hint="PROGRAM")
-        from ..describe import cost_hints, memory_text, model_facts, observation_table, outline
+        from ..describe import (
+            cost_hints,
+            edit_table,
+            memory_text,
+            model_facts,
+            observation_table,
+            outline,
+        )
         from ..runtime.inspection import inspect
         from ..runtime.loading import loaded_from
 
@@ -78,6 +85,8 @@ def check(
         console.print(f"[green]valid[/green] for {escape(facts.id)}: {loaded.name} {loaded.digest[:12]}")
         if loaded.checked.observations:
             console.print(observation_table(loaded.checked, facts, item))
+        if loaded.checked.edits:
+            console.print(edit_table(loaded.checked))
         memory = memory_text(loaded.needs, facts, max_num_seqs, max_num_batched_tokens, item)
         console.print(escape(memory), soft_wrap=True)
         for hint in cost_hints(loaded.checked):

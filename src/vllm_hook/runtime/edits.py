@@ -108,8 +108,10 @@ def _assign(
         found = [k for k in owners if k[1] == id and program in ("", k[0])]
         if len(found) != 1:
             known = ", ".join(f"{p}/{e}" for p, e in owners) or "none"
-            what = "is ambiguous" if found else "names no intervention in use"
-            raise ProgramError("hook.set", f"{key!r} {what}; interventions: {known}")
+            if found:
+                wanted = " or ".join(repr(f"{p}/{e}.{name}") for p, e in found)
+                raise ProgramError("hook.set", f"{key!r} is ambiguous; write {wanted}")
+            raise ProgramError("hook.set", f"{key!r} names no intervention in use; interventions: {known}")
         allowed = owners[found[0]].scalars
         if name not in allowed:
             raise ProgramError(
