@@ -192,6 +192,25 @@ def test_a_malformed_field_is_named(sections: dict, message: str) -> None:
     assert len(error.value.problems) == 1
 
 
+def test_what_else_is_wrong_with_an_edit_whose_method_is_misspelt():
+    """Two of three methods look like ones that exist; the third hides the rest of its edit."""
+    edits = {
+        "a": {"site": "q", "method": "ad", "strenght": 4, "vector": "f"},
+        "b": {"site": "q", "method": "Clamp", "layers": [0]},
+        "c": {"site": "q", "method": "wobble", "strenght": 4},
+    }
+    with pytest.raises(ProgramError) as error:
+        load({"schema": 1, "name": "p", "intervene": edits})
+    found = {p.field: p.message for p in error.value.problems}
+    assert list(found) == [
+        "intervene.a.method",
+        "intervene.b.method",
+        "intervene.c.method",
+        "intervene.a.strenght",
+    ]
+    assert found["intervene.a.strenght"] == "unknown key; did you mean 'strength'?"
+
+
 def test_conditions() -> None:
     assert parse_condition("a.flagged") == ("a", "flagged", None)
     assert parse_condition(" a  below -1.5e2 ") == ("a", "below", -150.0)

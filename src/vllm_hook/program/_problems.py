@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from ..errors import Problem
-from ..suggest import did_you_mean, unknown
+from ..suggest import closest, did_you_mean, unknown
 from ._types import METHODS, Word
 
 Path = tuple["str | int", ...]
+
+_REQUIRED = "is required"
 
 
 def format_path(path: Sequence[str | int]) -> str:
@@ -71,7 +74,7 @@ def _key_message(name: str, keys: Sequence[str]) -> str:
 def _message(error: Mapping[str, Any], keys: Sequence[str], name: str) -> str:
     kind, value = error["type"], error.get("input")
     if kind == "missing":
-        return "is required"
+        return _REQUIRED
     if kind == "extra_forbidden":
         return _key_message(name, keys)
     if kind == "method":
@@ -124,4 +127,27 @@ def problems_of(
         keys = known_keys(model, path) if model is not None else []
         message = _message(item, keys, str(path[-1]) if path else "")
         found.append(Problem(format_path((*prefix, *path)), message, line(path)))
+    if model is not None and (meant := _with_methods_meant(items, data)) is not None:
+        try:
+            model.model_validate(meant)
+        except ValidationError as more:
+            told = problems_of(more, meant, model, line, prefix)
+            found += [p for p in told if p not in found and p.message != _REQUIRED]
+    return found
+
+
+def _with_methods_meant(items: Sequence[Any], data: Any) -> Any:
+    """The data with the methods that look most like those that do not exist; None if none does. What else is
+    wrong with an edit shows only when its method is known."""
+    found = None
+    for item in items:
+        edit = item["input"] if item["type"] == "method" else None
+        given = edit.get("method") if isinstance(edit, Mapping) else None
+        meant = closest(given, METHODS) if isinstance(given, str) else None
+        if meant is not None:
+            found = deepcopy(data) if found is None else found
+            here = found
+            for part in clean_path(item["loc"], data):
+                here = here[part]
+            here["method"] = meant
     return found
