@@ -5,7 +5,7 @@
 A stand-in for decoding one row: the products of 32 layers of Llama-3.1-8B with random weights, its norms and
 activations. The graph is captured several times: at the same addresses, displaced within its memory pool, in
 pools of its own, and on streams of its own (which have a workspace for products each). Captures are replayed
-in random order; the fastest and the slowest are profiled. Two engines, or two sets of graphs of one engine,
+in turn; the fastest and the slowest are profiled. Two engines, or two sets of graphs of one engine,
 are apart by as much as this, whatever else they do. Then the same of an engine with 32 armed sites: its pair
 of graphs of one row, without launches and with idle ones, in pools of their own.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import sys
 from collections import defaultdict
@@ -25,7 +24,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
-from gpu_forms import norm
+from gpu_forms import measure, norm
 from torch.profiler import ProfilerActivity, profile
 from vllm.config import CUDAGraphMode
 
@@ -94,20 +93,8 @@ def captures(step: Step) -> dict[str, tuple[Any, list[int]]]:
 
 def timed(graphs: dict[str, Any]) -> dict[str, float]:
     """Median microseconds of a replay."""
-    times: dict[str, list[float]] = defaultdict(list)
-    order, names = random.Random(0), list(graphs)
-    for _ in range(ROUNDS):
-        order.shuffle(names)
-        for name in names:
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            graphs[name].replay()
-            start.record()
-            for _ in range(REPLAYS):
-                graphs[name].replay()
-            stop.record()
-            stop.synchronize()
-            times[name].append(start.elapsed_time(stop) / REPLAYS * 1e3)
-    return {name: statistics.median(times[name]) for name in graphs}
+    took = measure({name: (graph, lambda: None) for name, graph in graphs.items()}, ROUNDS, REPLAYS)
+    return {name: milliseconds * 1e3 for name, milliseconds in took.items()}
 
 
 def by_kernel(graph: Any, times: int = 4) -> dict[str, tuple[float, float]]:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from . import environment
 from .errors import HookError
-from .program.checked import CheckedProgram, Observation
+from .program.checked import CheckedEdit, CheckedProgram, Observation
 from .program.schema import GeneratedRange, Program
 from .sites import SITES, Armed, ModelFacts
 
@@ -117,10 +117,7 @@ def observation_table(checked: CheckedProgram, facts: ModelFacts, item: int) -> 
     for name in ("id", "site", "where", "rows", "bytes a row"):
         table.add_column(name, justify="right" if name == "bytes a row" else "left")
     for o in checked.observations:
-        heads = " ".join(f"{layer}-{head}" for layer, head in o.heads or ())
-        where = f"heads {heads}" if o.heads else f"layers {' '.join(map(str, o.layers))}"
-        rows = ", ".join(escape(_selector(s)) for s in o.selectors)
-        table.add_row(o.id, o.site, where, rows, _row_size(o, facts, item))
+        table.add_row(o.id, o.site, _where(o), _rows(o), _row_size(o, facts, item))
     return table
 
 
@@ -131,15 +128,22 @@ def edit_table(checked: CheckedProgram) -> Table:
         table.add_column(name)
     place = {"site", "layers", "heads", "positions", "rows"}
     for e in checked.edits:
-        where = f"layers {' '.join(map(str, e.layers))}"
-        if e.heads:
-            where = "heads " + " ".join(f"{layer}-{head}" for layer, head in e.heads)
-        elif e.keep_heads is not None:
+        where = _where(e)
+        if e.keep_heads is not None:
             where += f", heads {' '.join(map(str, e.keep_heads))}"
         how = e.edit.model_dump(mode="json", exclude=place, exclude_none=True)
         told = ", ".join(f"{key}: {_plain(value)}" for key, value in how.items() if value is not False)
-        table.add_row(e.id, e.site, where, ", ".join(escape(_selector(s)) for s in e.selectors), escape(told))
+        table.add_row(e.id, e.site, where, _rows(e), escape(told))
     return table
+
+
+def _where(part: Observation | CheckedEdit) -> str:
+    heads = " ".join(f"{layer}-{head}" for layer, head in part.heads or ())
+    return f"heads {heads}" if part.heads else f"layers {' '.join(map(str, part.layers))}"
+
+
+def _rows(part: Observation | CheckedEdit) -> str:
+    return ", ".join(escape(_selector(s)) for s in part.selectors)
 
 
 def _plain(value: Any) -> str:
@@ -147,9 +151,7 @@ def _plain(value: Any) -> str:
 
 
 def _selector(selector: Any) -> str:
-    if isinstance(selector, str):
-        return selector
-    return json.dumps(selector.model_dump(mode="json")).replace('"', "")
+    return selector if isinstance(selector, str) else _plain(selector.model_dump(mode="json"))
 
 
 def _row_size(o: Observation, facts: ModelFacts, item: int) -> str:

@@ -189,7 +189,7 @@ def _reduced(lane_plan: LanePlan, rows: Tensor) -> Tensor:
 
 def _dot(x: Tensor, vector: Tensor) -> Tensor:
     """[..., D] x [D]. Few rows on a GPU are summed without cuBLAS, which would allocate a workspace for the
-    stream of the copies when the KV cache has taken the memory."""
+    stream on which they are gathered, when the KV cache has taken the memory."""
     if x.is_cuda and 2 * x.numel() <= FEW_BYTES:
         return (x * vector).sum(-1)
     return x @ vector
