@@ -6,8 +6,8 @@ A stand-in for decoding one row: the products of 32 layers of Llama-3.1-8B with 
 activations. The graph is captured several times: at the same addresses, displaced within its memory pool, in
 pools of its own, and on streams of its own (which have a workspace for products each). Captures are replayed
 in turn; the fastest and the slowest are profiled. Two engines, or two sets of graphs of one engine,
-are apart by as much as this, whatever else they do. Then the same of an engine with 32 armed sites: its pair
-of graphs of one row, without launches and with idle ones, in pools of their own.
+are apart by as much as this, whatever else they do. Then an engine with 32 armed sites, which looks for the
+fastest of several pools for its own graphs of few rows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -26,10 +27,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch
 from gpu_forms import measure, norm
 from torch.profiler import ProfilerActivity, profile
-from vllm.config import CUDAGraphMode
 
 from vllm_hook.bench import gpu
-from vllm_hook.engine.graphs import GraphSets
+from vllm_hook.engine import graphs
+from vllm_hook.engine.worker import WORKER_KEY
 
 LAYERS, WIDTH = 32, 4096
 SHAPES = ((WIDTH, 6144), (WIDTH, WIDTH), (WIDTH, 28672), (14336, WIDTH))
@@ -91,9 +92,9 @@ def captures(step: Step) -> dict[str, tuple[Any, list[int]]]:
     return found
 
 
-def timed(graphs: dict[str, Any]) -> dict[str, float]:
+def timed(captured: dict[str, Any]) -> dict[str, float]:
     """Median microseconds of a replay."""
-    took = measure({name: (graph, lambda: None) for name, graph in graphs.items()}, ROUNDS, REPLAYS)
+    took = measure({name: (graph, lambda: None) for name, graph in captured.items()}, ROUNDS, REPLAYS)
     return {name: milliseconds * 1e3 for name, milliseconds in took.items()}
 
 
@@ -110,33 +111,17 @@ def by_kernel(graph: Any, times: int = 4) -> dict[str, tuple[float, float]]:
     return {name: (len(own) / times, statistics.median(own)) for name, own in spent.items()}
 
 
-def pairs(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """An armed engine, and its graphs of one row by set and pool, its own first."""
-    capture = GraphSets.capture
-    found: dict[str, Any] = {}
-
-    def again(self: Any, *args: Any, **kwargs: Any) -> None:
-        capture(self, *args, **kwargs)
-        if self.plain is None:  # a memory profile
-            return
-        manager, own = self._manager, (self.hooked, self.plain)
-        descs, pool = manager._capture_descs, manager.pool
-        [one] = [d for d in descs[CUDAGraphMode.FULL] if d.num_tokens == 1]
-        manager._capture_descs = {CUDAGraphMode.FULL: [one]}
-        for number in range(POOLS + 1):
-            if number:
-                manager.graphs, manager.pool = {}, torch.cuda.graph_pool_handle()
-                capture(self, *args, **kwargs)
-            found[f"no launches {number}"], found[f"idle ones {number}"] = self.plain[one], self.hooked[one]
-        manager._capture_descs, manager.pool = descs, pool
-        self.hooked, self.plain = own
-        manager.graphs = self.hooked
-
-    GraphSets.capture = again  # type: ignore[method-assign]
+def pairs(folder: Path) -> dict[int, list[float]]:
+    """Microseconds of the pairs of a few rows of an armed engine, by rows: in the shared pool, in pools of
+    their own."""
     settings, _ = gpu.shared_settings(None, folder, {})
     sources = gpu.programs(LAYERS, 32, gpu.write_vectors(folder / "v.safetensors", gpu.LLAMA_8B))
     used = [sources[name] for name in gpu.ENGINES["32 sites"]]
-    return gpu.start_engine("armed", settings, used, folder), found
+    with mock.patch.object(graphs, "PLACES", POOLS + 1):
+        llm = gpu.start_engine("armed", settings, used, folder)
+    worker = llm.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    places = getattr(worker, WORKER_KEY).adapter.graphs.places
+    return {desc.num_tokens: [round(ms * 1e3, 1) for ms in took] for desc, took in places.items()}
 
 
 def main() -> None:
@@ -154,11 +139,9 @@ def main() -> None:
     print("kernels of the fastest and the slowest:", *ends)
     for name, (n, us) in sorted(fast.items(), key=lambda item: -item[1][0] * item[1][1])[:9]:
         print(f"  {n:5.0f} {us:8.2f} {slow.get(name, (0, 0.0))[1]:8.2f}  {name}", flush=True)
-    _llm, graphs = pairs(out)  # which live as long as it does
-    engine = timed(graphs)
-    for number in range(POOLS + 1):
-        plain, hooked = engine[f"no launches {number}"], engine[f"idle ones {number}"]
-        print(f"pool {number}: {plain:.1f} us without launches, {hooked:.1f} with idle ones", flush=True)
+    engine = pairs(out)
+    for rows, us in engine.items():
+        print(f"{rows} rows, with idle launches and without together: {us} us by pool", flush=True)
     at = {name: addresses for name, (_, addresses) in made.items()}
     told = {"us": took, "at": at, "kernels": ends, "engine": engine}
     (out / "places.json").write_text(json.dumps(told, indent=1))

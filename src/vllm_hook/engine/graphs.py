@@ -8,7 +8,8 @@ step without rows of ours replays the first. The same compiled code makes both: 
 The two graphs of a size are captured one right after the other, on one stream and from the same
 state of the memory pool, so that their activations and the workspace of the products lie at the
 same addresses. Where these lie decides about 1 % of a step at batch 1 (docs/performance.md): sets
-captured one after the other differ by that, by chance.
+captured one after the other differ by that, by chance. So the pairs of the smallest sizes are also
+captured in pools of their own, timed, and the fastest is kept.
 
 Two kinds of step need the host while the model runs: conditions that are decided once for a request
 (a launch more, see :mod:`vllm_hook.ops.triton_site`), and attention steering (it acts behind the
@@ -17,13 +18,20 @@ attention kernel). They are dispatched to a mode in which Python runs there.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
 
 #: What a step needs of the dispatcher.
 ANY_GRAPH, PYTHON_AT_ATTENTION, NO_GRAPH = 0, 1, 2
+#: Pairs of at most so many tokens are captured in so many places, if the device has so much memory left.
+SMALL, PLACES, ROOM = 4, 4, 512 << 20
+#: Another place than the shared pool has to be so much faster; the two levels are 1.1 % apart.
+FASTER = 0.995
 
 
 class GraphSets:
@@ -34,6 +42,9 @@ class GraphSets:
         self._set_live = set_live
         self.hooked: dict[Any, Any] = {}
         self.plain: dict[Any, Any] | None = None
+        self.places: dict[
+            Any, list[float]
+        ] = {}  # milliseconds of the pairs of small sizes, the shared pool's first
         self.active = False
         self.need = ANY_GRAPH
         self.again = 0  # bytes that the second set will take, as a memory profile tells
@@ -50,24 +61,79 @@ class GraphSets:
         profile = manager._max_full_descs_to_capture is not None
         if full and not profile:
             self.hooked, self.plain = {}, {}
-            manager._capture_descs = {**every, CUDAGraphMode.FULL: _Twice(full, self._take)}
+            number = 2 * (len(full) + (PLACES - 1) * sum(self._is_small(desc) for desc in full))
+            manager._capture_descs = {**every, CUDAGraphMode.FULL: _Counted(number, self._in_pairs(full))}
+        pool = manager.pool
         self._set_live(True)
         try:
             self._capture(*args, **kwargs)
         finally:
             self._set_live(False)
-            manager._capture_descs = every
+            manager._capture_descs, manager.pool = every, pool
         if self.plain is not None:
             manager.graphs = self.hooked
+            torch.cuda.empty_cache()  # pools of pairs that were not kept
         if manager._capture_mem_samples:  # a memory profile: of a few graphs, the later ones are typical
             self.again = len(full or ()) * max(manager._capture_mem_samples[-1], 1 << 20)
 
-    def _take(self, desc: Any) -> None:
-        """A full graph was captured: with our launches at first, then without."""
+    def _in_pairs(self, descs: Sequence[Any]) -> Iterator[Any]:
+        """What vLLM's manager is to capture next; what it has captured is taken from it in between."""
+        for desc in descs:
+            yield from self._pair(desc)
+            if self._is_small(desc):
+                yield from self._elsewhere(desc)
+
+    def _pair(self, desc: Any) -> Iterator[Any]:
+        """With our launches, then without."""
+        for live, graphs in ((True, self.hooked), (False, self.plain)):
+            assert graphs is not None
+            self._set_live(live)
+            yield desc
+            graphs[desc] = self._manager.graphs.pop(desc)
+        self._set_live(True)
+
+    def _is_small(self, desc: Any) -> bool:
+        """Whether to look for a better place. Several GPUs register the buffers of all graphs with each
+        other, and a sleep mode that takes graphs along has a pool of its own: there is one place each."""
+        config = self._manager.vllm_config
+        fixed = config.parallel_config.world_size_across_dp > 1 or config.use_cumem_cudagraph_pool
+        return bool(not fixed and desc.num_tokens <= SMALL)
+
+    def _elsewhere(self, desc: Any) -> Iterator[Any]:
+        """The pair again, in pools of its own. All are kept until they have been timed: memory that was given
+        back would be the next one's."""
         assert self.plain is not None
-        hooked = desc not in self.hooked
-        (self.hooked if hooked else self.plain)[desc] = self._manager.graphs.pop(desc)
-        self._set_live(not hooked)
+        shared, found = self._manager.pool, [(self.hooked[desc], self.plain[desc])]
+        for _ in range(PLACES - 1):
+            if torch.cuda.mem_get_info()[0] < ROOM:
+                break
+            self._manager.pool = current_platform.graph_pool_handle()
+            yield from self._pair(desc)
+            found.append((self.hooked[desc], self.plain[desc]))
+        self._manager.pool = shared
+        took = self._times(desc, found)
+        best = min(range(len(found)), key=took.__getitem__)
+        self.places[desc] = took
+        self.hooked[desc], self.plain[desc] = found[best if took[best] < FASTER * took[0] else 0]
+
+    def _times(self, desc: Any, pairs: list[tuple[Any, Any]]) -> list[float]:
+        """Milliseconds of each pair, in turn. What vLLM prepared for the capture is still in place."""
+        rounds = []
+        for _ in range(4):
+            rounds.append([sum(self._replay_time(desc, graph) for graph in pair) for pair in pairs])
+        return [statistics.median(own) for own in zip(*rounds[1:], strict=True)]
+
+    def _replay_time(self, desc: Any, graph: Any, times: int = 4) -> float:
+        kept, self._manager.graphs = self._manager.graphs, {desc: graph}
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._run(desc)
+        begin.record()
+        for _ in range(times):
+            self._run(desc)
+        end.record()
+        end.synchronize()
+        self._manager.graphs = kept
+        return float(begin.elapsed_time(end)) / times
 
     def dispatch(
         self, num_reqs: int, num_tokens: int, uniform_token_count: Any, *args: Any, **kwargs: Any
@@ -95,17 +161,14 @@ class GraphSets:
             self._manager.graphs = self.hooked
 
 
-class _Twice:
-    """Descriptors, each two times in a row; ``done`` is called after each."""
+class _Counted:
+    """An iterator that knows its length, for vLLM's progress bar."""
 
-    def __init__(self, descs: Sequence[Any], done: Callable[[Any], None]) -> None:
-        self._descs, self._done = descs, done
+    def __init__(self, number: int, each: Iterator[Any]) -> None:
+        self._number, self._each = number, each
 
     def __len__(self) -> int:
-        return 2 * len(self._descs)
+        return self._number
 
     def __iter__(self) -> Iterator[Any]:
-        for desc in self._descs:
-            for _ in range(2):
-                yield desc
-                self._done(desc)
+        return self._each
