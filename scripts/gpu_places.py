@@ -117,7 +117,7 @@ def pairs(folder: Path) -> dict[int, list[float]]:
     settings, _ = gpu.shared_settings(None, folder, {})
     sources = gpu.programs(LAYERS, 32, gpu.write_vectors(folder / "v.safetensors", gpu.LLAMA_8B))
     used = [sources[name] for name in gpu.ENGINES["32 sites"]]
-    with mock.patch.object(graphs, "PLACES", POOLS + 1):
+    with mock.patch.multiple(graphs, PLACES=POOLS + 1, FASTER=0.0):  # all of them
         llm = gpu.start_engine("armed", settings, used, folder)
     worker = llm.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     places = getattr(worker, WORKER_KEY).adapter.graphs.places

@@ -28,9 +28,9 @@ from vllm.platforms import current_platform
 
 #: What a step needs of the dispatcher.
 ANY_GRAPH, PYTHON_AT_ATTENTION, NO_GRAPH = 0, 1, 2
-#: Pairs of at most so many tokens are captured in so many places, if the device has so much memory left.
+#: Pairs of at most so many tokens are captured in up to so many places, while so much memory is left.
 SMALL, PLACES, ROOM = 4, 4, 512 << 20
-#: Another place than the shared pool has to be so much faster; the two levels are 1.1 % apart.
+#: A place is one of two levels, 1.1 % apart. Times whose ratio is below this are on different ones.
 FASTER = 0.995
 
 
@@ -45,6 +45,7 @@ class GraphSets:
         self.places: dict[
             Any, list[float]
         ] = {}  # milliseconds of the pairs of small sizes, the shared pool's first
+        self._unused: list[tuple[Any, Any]] = []
         self.active = False
         self.need = ANY_GRAPH
         self.again = 0  # bytes that the second set will take, as a memory profile tells
@@ -72,7 +73,6 @@ class GraphSets:
             manager._capture_descs, manager.pool = every, pool
         if self.plain is not None:
             manager.graphs = self.hooked
-            torch.cuda.empty_cache()  # pools of pairs that were not kept
         if manager._capture_mem_samples:  # a memory profile: of a few graphs, the later ones are typical
             self.again = len(full or ()) * max(manager._capture_mem_samples[-1], 1 << 20)
 
@@ -100,21 +100,24 @@ class GraphSets:
         return bool(not fixed and desc.num_tokens <= SMALL)
 
     def _elsewhere(self, desc: Any) -> Iterator[Any]:
-        """The pair again, in pools of its own. All are kept until they have been timed: memory that was given
-        back would be the next one's."""
+        """The pair again, in pools of its own, until one is faster than another.
+
+        Graphs that are not used stay alive with the rest: PyTorch keeps one workspace for the products of all
+        graphs that were captured on a stream, and frees it with the first of them (pytorch issue 193402)."""
         assert self.plain is not None
         shared, found = self._manager.pool, [(self.hooked[desc], self.plain[desc])]
-        for _ in range(PLACES - 1):
+        took = [0.0]
+        while len(found) < PLACES and min(took) >= FASTER * max(took):
             if torch.cuda.mem_get_info()[0] < ROOM:
                 break
             self._manager.pool = current_platform.graph_pool_handle()
             yield from self._pair(desc)
             found.append((self.hooked[desc], self.plain[desc]))
+            took = self._times(desc, found)
         self._manager.pool = shared
-        took = self._times(desc, found)
-        best = min(range(len(found)), key=took.__getitem__)
-        self.places[desc] = took
-        self.hooked[desc], self.plain[desc] = found[best if took[best] < FASTER * took[0] else 0]
+        best = took.index(min(took)) if min(took) < FASTER * took[0] else 0
+        self.hooked[desc], self.plain[desc] = found.pop(best)
+        self.places[desc], self._unused = took, [*self._unused, *found]
 
     def _times(self, desc: Any, pairs: list[tuple[Any, Any]]) -> list[float]:
         """Milliseconds of each pair, in turn. What vLLM prepared for the capture is still in place."""
