@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from vllm_hook.engine import settings
+from vllm_hook.engine.graphs import ANY_GRAPH, NO_GRAPH, PYTHON_AT_ATTENTION
+from vllm_hook.engine.runner import RunnerHook
 from vllm_hook.errors import UnsupportedError
 from vllm_hook.ops import edit as op
 from vllm_hook.runtime.area import StepArea
@@ -198,6 +200,36 @@ def test_long_prompts_are_planned_anew():
         plan = planner.plan(0, BatchView(["a"], [0, rows], [0]), states, dict)
         area.load(None, plan)
         assert (plan.kept, plan in planner._known.values(), plan in area._packed) == (kept,) * 3
+
+
+def test_which_steps_cannot_run_as_captured_graphs():
+    """Steps that decide a condition once need the host in between, and steering of attention behind the
+    attention kernel; no others do, however many requests are steered."""
+    tracker = Tracker(EditBank(FACTS, 16, 8, 8, CPU))
+    tracker.vectors = {name: {"p": torch.ones(20)} for name in ("a", "u")}
+    hook = SimpleNamespace(tracker=tracker)
+    attend = {"heads": [[0, 0]], "span": [[0, 2]], "weight": 0.5, "mass": False}
+    steered = {
+        "plain": edit(1), "by row": edit(1, gate(per_row=True, rows=[[0, -1]])),
+        "once": edit(1, gate(rows=[[0, 4]])), "attention": {**edit(0), "atoms": [], "attend": attend},
+    }  # fmt: skip
+    for name, edits in steered.items():
+        data = {"watch": [], "edit": {"edits": [edits], "digest": None}, "prompt": 8}
+        tracker.add(name, {PAYLOAD_KEY: data}, 8)
+
+    def need(new=(), **running):
+        cached = SimpleNamespace(req_ids=[*running], num_computed_tokens=[*running.values()])
+        fresh = [SimpleNamespace(req_id=name, num_computed_tokens=0) for name in new]
+        step = SimpleNamespace(scheduled_cached_reqs=cached, scheduled_new_reqs=fresh)
+        return RunnerHook.needs(hook, step)
+
+    assert need(new=["plain", "by row", "other"]) == ANY_GRAPH
+    assert need(new=["plain", "once"]) == need(once=3) == NO_GRAPH
+    assert need(once=4, plain=9) == ANY_GRAPH  # decided
+    assert need(plain=9, attention=9) == PYTHON_AT_ATTENTION
+    assert need(attention=9, once=2) == NO_GRAPH
+    tracker.finish(["attention"])
+    assert need(plain=9, attention=9) == ANY_GRAPH
 
 
 def test_a_lane_takes_no_hash_to_another_process():

@@ -8,7 +8,7 @@ and the sites fall idle.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -133,16 +133,21 @@ class RunnerHook:
         self.plans.sync(self.tracker.states)
         self.tracker.resume(req_id, known_tokens)
 
-    def needs(self, starts: Mapping[str, int]) -> int:
-        """How the coming step may run; ``starts``: first position of each of its requests."""
+    def needs(self, scheduler_output: Any) -> int:
+        """How the coming step may run."""
+        asked = self.tracker.edits_that_may_need_python()
+        if not asked:
+            return graphs.ANY_GRAPH
+        cached = scheduler_output.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts.update({new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs})
         need = graphs.ANY_GRAPH
-        for req_id, start in starts.items():
-            state = self.tracker.states.get(req_id)
-            if state is None or state.edits is None:
+        for req_id, edits in asked.items():
+            if req_id not in starts:
                 continue
-            if state.edits.decides_from(start):
+            if edits.decides_from(starts[req_id]):
                 return graphs.NO_GRAPH
-            if state.edits.attends:
+            if edits.attends:
                 need = graphs.PYTHON_AT_ATTENTION
         return need
 

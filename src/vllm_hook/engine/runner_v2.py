@@ -52,13 +52,7 @@ class V2Adapter(RunnerAdapter):
     def before_step(self, scheduler_output: Any) -> None:
         if self.graphs is None:
             return
-        self.graphs.active, self.graphs.need = False, ANY_GRAPH
-        if not self.hook.tracker.edits():
-            return
-        cached = scheduler_output.scheduled_cached_reqs
-        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        starts.update({new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs})
-        self.graphs.need = self.hook.needs(starts)
+        self.graphs.active, self.graphs.need = False, self.hook.needs(scheduler_output)
 
     def prepare_inputs(
         self, scheduler_output: Any, state: Any, batch_desc: Any, *args: Any, **kwargs: Any

@@ -137,6 +137,12 @@ class EditState:
             for _, members in self.groups
         )
 
+    @cached_property
+    def may_need_python(self) -> bool:
+        """Whether there are steps of it in which Python has to run while the model does: it steers attention,
+        or has a condition that is decided once."""
+        return bool(self.attends) or any(not gate.per_row for gate in self.gates)
+
     @property
     def has_own(self) -> bool:
         """Whether it has flags, which belong to one request."""

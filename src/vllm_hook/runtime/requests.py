@@ -107,7 +107,7 @@ class Tracker:
     vectors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     states: dict[str, RequestState] = field(default_factory=dict)
     version: int = 0  # counts what came, went and came back
-    _edits: tuple[int, dict[str, EditState]] | None = None
+    _edits: tuple[int, dict[str, EditState], dict[str, EditState]] | None = None
 
     def add(self, req_id: str, extra_args: Mapping[str, Any] | None, known_tokens: int) -> None:
         """A request enters the batch, for the first time or again after preemption."""
@@ -134,9 +134,18 @@ class Tracker:
 
     def edits(self) -> dict[str, EditState]:
         """Requests that edit."""
+        return self._edited()[1]
+
+    def edits_that_may_need_python(self) -> dict[str, EditState]:
+        """Those of them whose steps cannot all run as captured graphs."""
+        return self._edited()[2]
+
+    def _edited(self) -> tuple[int, dict[str, EditState], dict[str, EditState]]:
         if self._edits is None or self._edits[0] != self.version:
-            self._edits = self.version, {r: s.edits for r, s in self.states.items() if s.edits is not None}
-        return self._edits[1]
+            found = {r: s.edits for r, s in self.states.items() if s.edits is not None}
+            few = {r: edits for r, edits in found.items() if edits.may_need_python}
+            self._edits = self.version, found, few
+        return self._edits
 
     def decided(self) -> dict[str, int]:
         """Positions below which the conditions of each request were evaluated before a preemption."""
