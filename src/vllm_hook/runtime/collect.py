@@ -182,17 +182,17 @@ def _reduced(lane_plan: LanePlan, rows: Tensor) -> Tensor:
         return reference.probe(rows, t["weight"], t["bias"], t.get("mean"), t.get("scale"), _dot)
     if reduce[0] == "sae":
         return reference.sae(rows, t["encoder"], t["bias"], t.get("centre"), t.get("threshold"))
-    x = rows.float()  # reference.projection and reference.cosine, with what they divide by worked out once
-    along = _dot(x, t["unit"])
-    return along if reduce[0] == "projection" else along / x.norm(dim=-1).clamp_min(1e-30)
+    # reference.projection and reference.cosine, with what they divide by worked out once
+    along = _dot(rows, t["unit"])
+    return along if reduce[0] == "projection" else along / rows.float().norm(dim=-1).clamp_min(1e-30)
 
 
 def _dot(x: Tensor, vector: Tensor) -> Tensor:
-    """[..., D] x [D]. Few rows on a GPU are summed without cuBLAS, which would allocate a workspace for the
-    stream on which they are gathered, when the KV cache has taken the memory."""
+    """[..., D] x [D], float32. Few rows on a GPU are summed without cuBLAS, which would allocate a workspace
+    for the stream on which they are gathered, when the KV cache has taken the memory."""
     if x.is_cuda and 2 * x.numel() <= FEW_BYTES:
-        return (x * vector).sum(-1)
-    return x @ vector
+        return (x * vector).sum(-1)  # of bfloat16 and float32 torch makes float32, in one launch
+    return x.float() @ vector
 
 
 def _on(index: slice | np.ndarray, device: torch.device) -> slice | Tensor:

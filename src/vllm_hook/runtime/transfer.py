@@ -68,7 +68,7 @@ class Transfer:
         stream = current if few else self._stream
         if not few:
             stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        with nullcontext() if few else torch.cuda.stream(stream):
             out = []
             for tensor in tensors:
                 if tensor.is_cuda and not few:
