@@ -190,6 +190,15 @@ def test_graphs_that_are_not_used_live_on() -> None:
     assert len(set(alive)) == len(manager.told) - 2 == 20
 
 
+def test_a_memory_profile_reckons_with_other_places() -> None:
+    manager = Manager(sizes=SMALL)
+    manager._max_full_descs_to_capture, manager._capture_mem_samples = 2, []
+    sets = GraphSets(manager, manager.set_live)
+    manager.capture()
+    assert manager.told[2:] == [(Size(8), True), (Size(4), True)]
+    assert sets.again == 4 * (4 << 20) + 3 * 3 * graphs.POOL
+
+
 @pytest.mark.usefixtures("places")
 def test_the_progress_counts_other_places_too() -> None:
     manager = Manager(sizes=SMALL)

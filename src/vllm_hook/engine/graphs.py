@@ -30,6 +30,8 @@ from vllm.platforms import current_platform
 ANY_GRAPH, PYTHON_AT_ATTENTION, NO_GRAPH = 0, 1, 2
 #: Pairs of at most so many tokens are captured in up to so many places, while so much memory is left.
 SMALL, PLACES, ROOM = 4, 4, 512 << 20
+#: Bytes of such a pool with its graphs: seen on an 8B model 2 MB at 1 and 2 rows, 22 MB at 4.
+POOL = 10 << 20
 #: A place is one of two levels, 1.1 % apart. Times whose ratio is below this are on different ones.
 FASTER = 0.995
 
@@ -48,7 +50,7 @@ class GraphSets:
         self._unused: list[tuple[Any, Any]] = []
         self.active = False
         self.need = ANY_GRAPH
-        self.again = 0  # bytes that the second set will take, as a memory profile tells
+        self.again = 0  # bytes that the second set and other places will take, as a memory profile tells
         self._capture, self._dispatch, self._run = manager.capture, manager.dispatch, manager.run_fullgraph
         manager.capture = self.capture
         manager.dispatch = self.dispatch
@@ -62,8 +64,8 @@ class GraphSets:
         profile = manager._max_full_descs_to_capture is not None
         if full and not profile:
             self.hooked, self.plain = {}, {}
-            number = 2 * (len(full) + (PLACES - 1) * sum(self._is_small(desc) for desc in full))
-            manager._capture_descs = {**every, CUDAGraphMode.FULL: _Counted(number, self._in_pairs(full))}
+            most = 2 * (len(full) + self._further(full))
+            manager._capture_descs = {**every, CUDAGraphMode.FULL: _Counted(most, self._in_pairs(full))}
         pool = manager.pool
         self._set_live(True)
         try:
@@ -74,7 +76,8 @@ class GraphSets:
         if self.plain is not None:
             manager.graphs = self.hooked
         if manager._capture_mem_samples:  # a memory profile: of a few graphs, the later ones are typical
-            self.again = len(full or ()) * max(manager._capture_mem_samples[-1], 1 << 20)
+            again = len(full or ()) * max(manager._capture_mem_samples[-1], 1 << 20)
+            self.again = again + self._further(full or ()) * POOL
 
     def _in_pairs(self, descs: Sequence[Any]) -> Iterator[Any]:
         """What vLLM's manager is to capture next; what it has captured is taken from it in between."""
@@ -98,6 +101,10 @@ class GraphSets:
         config = self._manager.vllm_config
         fixed = config.parallel_config.world_size_across_dp > 1 or config.use_cumem_cudagraph_pool
         return bool(not fixed and desc.num_tokens <= SMALL)
+
+    def _further(self, descs: Sequence[Any]) -> int:
+        """How many pairs may be captured in pools of their own."""
+        return (PLACES - 1) * sum(self._is_small(desc) for desc in descs)
 
     def _elsewhere(self, desc: Any) -> Iterator[Any]:
         """The pair again, in pools of its own, until one is faster than another.
