@@ -310,5 +310,5 @@ def test_a_full_request() -> None:
 def test_a_bad_request_names_the_argument_and_field(value: object, message: str) -> None:
     with pytest.raises(ProgramError) as error:
         parse_request(value)
-    assert str(error.value).startswith('extra_args["hook"]: ')
+    assert str(error.value).startswith("hook: ")
     assert message in str(error.value)

@@ -13,7 +13,8 @@ from ..errors import ProgramError
 from ._problems import problems_of
 from ._types import NameOrNames, Natural, Number, Section, SpanRef, fail
 
-HOOK_ARG = 'extra_args["hook"]'
+#: What errors call it: ``hook=`` of HookLLM is a key of ``extra_args``, and one of ``vllm_xargs`` over HTTP.
+HOOK_ARG = "hook"
 
 _PARAMETER = re.compile(r"(?:[a-z0-9][a-z0-9._-]{0,63}/)?[A-Za-z_][A-Za-z0-9_-]{0,63}\.[a-z_]+")
 
