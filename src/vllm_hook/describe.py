@@ -128,18 +128,17 @@ def edit_table(checked: CheckedProgram) -> Table:
         table.add_column(name)
     place = {"site", "layers", "heads", "positions", "rows"}
     for e in checked.edits:
-        where = _where(e)
-        if e.keep_heads is not None:
-            where += f", heads {' '.join(map(str, e.keep_heads))}"
         how = e.edit.model_dump(mode="json", exclude=place, exclude_none=True)
         told = ", ".join(f"{key}: {_plain(value)}" for key, value in how.items() if value is not False)
-        table.add_row(e.id, e.site, where, _rows(e), escape(told))
+        table.add_row(e.id, e.site, _where(e), _rows(e), escape(told))
     return table
 
 
 def _where(part: Observation | CheckedEdit) -> str:
-    heads = " ".join(f"{layer}-{head}" for layer, head in part.heads or ())
-    return f"heads {heads}" if part.heads else f"layers {' '.join(map(str, part.layers))}"
+    if part.heads:
+        return f"heads {' '.join(f'{layer}-{head}' for layer, head in part.heads)}"
+    kept = "" if part.keep_heads is None else f", heads {' '.join(map(str, part.keep_heads))}"
+    return f"layers {' '.join(map(str, part.layers))}{kept}"
 
 
 def _rows(part: Observation | CheckedEdit) -> str:

@@ -260,6 +260,17 @@ def test_check_with_a_model_says_what_it_arms(run, good, config):
     assert "prefix cache" in result.output
 
 
+def test_check_says_which_heads_are_kept(run, tmp_path, config):
+    program = tmp_path / "p.yaml"
+    program.write_text(
+        "schema: 1\nname: p\nobserve:\n  some: {site: z, layers: [1], heads: [0, 1], positions: prompt}\n"
+        "  all: {site: z, layers: [1], positions: prompt}\n"
+    )
+    lines = [line.split("│") for line in run("check", program, "--model", config).output.splitlines()]
+    where = {cells[1].strip(): cells[3].strip() for cells in lines if len(cells) > 4}
+    assert where == {"some": "layers 1, heads 0 1", "all": "layers 1"}
+
+
 def test_check_says_what_an_intervention_changes(run, tmp_path, config):
     save_file({"v": torch.ones(64)}, tmp_path / "v.safetensors")
     edit = "{site: resid_post, layers: [1, 3], method: add, vector: v.safetensors, strength: 2}"
