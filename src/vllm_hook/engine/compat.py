@@ -25,6 +25,7 @@ SYMBOLS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", ("prompt", "params", "resumable")),
     ("vllm.v1.engine.output_processor", "OutputProcessor", "add_request", ("request",)),
     ("vllm.v1.engine.output_processor", "OutputProcessor", "process_outputs", ("engine_core_outputs",)),
+    ("vllm.v1.engine.output_processor", "OutputProcessor", "abort_requests", ("request_ids", "internal")),
     ("vllm.v1.engine.output_processor", "RequestState", "_new_completion_output", ("finish_reason",)),
     ("vllm.v1.engine.output_processor", "RequestState", "_new_request_output", ("outputs",)),
     ("vllm.outputs", "RequestOutput", "add", ("next_output", "aggregate")),

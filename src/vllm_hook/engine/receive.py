@@ -54,14 +54,26 @@ class Receiver:
             return self._add_request(request, *args, **kwargs)
         collector = Collector(data.context, self._end_of(data.context, params))  # if it fails, nobody waits
         out = self._add_request(request, *args, **kwargs)
-        _observe_state(self._outputs.request_states[request.request_id], collector)
+        state = self._outputs.request_states[request.request_id]
+        state._vllm_hook = collector
         self._running[request.request_id] = data
+        if params.stop:  # then the front end may end it at any token
+            _give_result(state)
         return out
 
-    def abort_requests(self, *args: Any, **kwargs: Any) -> Any:
-        aborted = self._abort_requests(*args, **kwargs)
+    def abort_requests(self, request_ids: Iterable[str], internal: bool) -> Any:
+        request_ids = list(request_ids)
+        for name in request_ids:  # of a sample of an engine, or one that a user gave to several
+            for request_id in [name] if internal else self._outputs.external_req_ids.get(name, ()):
+                self._ends(request_id)
+        aborted = self._abort_requests(request_ids, internal)
         self._ended(aborted)
         return aborted
+
+    def _ends(self, request_id: str) -> None:
+        """The next output of a sample is its last."""
+        if request_id in self._running and request_id in self._outputs.request_states:
+            _give_result(self._outputs.request_states[request_id])
 
     def _ended(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -86,6 +98,9 @@ class Receiver:
 
     def process_outputs(self, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = [output for output in engine_core_outputs if self._take(output)]
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._ends(output.request_id)
         out = self._process_outputs(outputs, *args, **kwargs)
         self._ended([output.request_id for output in outputs])
         return out
@@ -121,10 +136,13 @@ def _rows(key: Any, positions: np.ndarray, values: Tensor) -> Record | Chunk:
     return Chunk(tuple((req_id, index) for req_id, index in key), positions, values.clone())
 
 
-def _observe_state(state: Any, collector: Collector) -> None:
-    """Make one request's state put the result on its last output."""
+def _give_result(state: Any) -> None:
+    """Make the state of one sample put the result on its last output. Not before that one is near, since
+    what is wrapped here runs for every token that is streamed; and once."""
+    if "_new_request_output" in vars(state):
+        return
     new_completion, new_request = state._new_completion_output, state._new_request_output
-    state._vllm_hook = collector
+    collector = state._vllm_hook
 
     def _new_completion_output(token_ids: Any, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
         output = new_completion(token_ids, finish_reason, *args, **kwargs)
@@ -136,7 +154,7 @@ def _observe_state(state: Any, collector: Collector) -> None:
     def _new_request_output(external_req_id: str, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         output = new_request(external_req_id, outputs, *args, **kwargs)
         for o in outputs:
-            if o.hook is not None:  # else the class says None, and this runs for every token
+            if o.hook is not None:  # else the class says None
                 output.hook = o.hook
                 break
         return output

@@ -1,0 +1,147 @@
+"""Which of vLLM's outputs carries the result: the last of each sample, once, however it ends."""
+
+from itertools import count
+
+import pytest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from vllm_hook.engine import receive
+from vllm_hook.runtime.requests import PAYLOAD_KEY
+
+DELTA, CUMULATIVE, FINAL = (
+    RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY,
+)  # fmt: skip
+
+
+class Collector:
+    """Counts how often a result is asked for."""
+
+    def __init__(self, context, end):
+        self.results = count()
+
+    def finish(self, token_ids, aborted):
+        assert next(self.results) == 0, "finished twice"
+        return "aborted" if aborted else f"{len(token_ids)} tokens"
+
+
+class Engine:
+    """vLLM's own output processor behind a receiver, and a hand that plays the engine."""
+
+    def __init__(self):
+        self.outputs = OutputProcessor(None, log_stats=False)
+        receive.Receiver(self.outputs, lambda context, params: 99)
+        self.released = []
+
+    def add(self, name, kind, hooked=True, n=1, queue=None, **more):
+        params = SamplingParams(max_tokens=4, output_kind=kind, n=n, **more)
+        if hooked:
+            data = receive.Payload()
+            data.context, data.samples, data.release = None, n, lambda: self.released.append(name)
+            params.extra_args = {PAYLOAD_KEY: data}
+        request = EngineCoreRequest(
+            name, [1, 2], None, params, None, 0.0, None, None, None, external_req_id=f"user's {name}"
+        )
+        if n == 1:
+            self.outputs.add_request(request, None, None, 0, queue)
+            return [name]
+        parent = ParentRequest(request)
+        names = []
+        for i in range(n):
+            own, own_params = parent.get_child_info(i)
+            child = EngineCoreRequest(
+                own, [1, 2], None, own_params, None, 0.0, None, None, None, external_req_id=f"user's {name}"
+            )
+            self.outputs.add_request(child, None, parent, i, queue)
+            names.append(own)
+        return names
+
+    def step(self, *names, last=()):
+        outs = [
+            EngineCoreOutput(n, [7], finish_reason=FinishReason.LENGTH if n in last else None) for n in names
+        ]
+        return self.outputs.process_outputs(outs).request_outputs
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    monkeypatch.setattr(receive, "Collector", Collector)
+    return Engine()
+
+
+def hooks(outs):
+    return [(o.request_id.removeprefix("user's "), o.hook) for o in outs]
+
+
+@pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
+def test_a_stream_carries_it_at_its_end_and_others_never(engine, kind):
+    engine.add("a", kind)
+    engine.add("plain", kind, hooked=False)
+    for _ in range(2):
+        assert hooks(engine.step("a", "plain")) == [("a", None), ("plain", None)]
+    assert hooks(engine.step("a", "plain", last=["a"])) == [("a", "3 tokens"), ("plain", None)]
+    assert engine.released == ["a"]
+    assert hooks(engine.step("plain", last=["plain"])) == [("plain", None)]
+
+
+def test_nothing_of_ours_runs_while_tokens_are_streamed(engine):
+    engine.add("a", DELTA)
+    engine.step("a")
+    assert "_new_request_output" not in vars(engine.outputs.request_states["a"])
+
+
+def test_a_final_output_carries_it(engine):
+    engine.add("a", FINAL)
+    assert engine.step("a") == []
+    assert hooks(engine.step("a", last=["a"])) == [("a", "2 tokens")]
+
+
+@pytest.mark.parametrize("also_the_engine", [False, True])
+def test_a_stop_string_that_the_front_end_finds(engine, also_the_engine):
+    engine.add("a", DELTA, stop=["END"])
+    state = engine.outputs.request_states["a"]
+    assert hooks(engine.step("a")) == [("a", None)]
+    state.detokenizer.update = lambda tokens, stopped: "END"
+    assert hooks(engine.step("a", last=["a"] if also_the_engine else [])) == [("a", "1 tokens")]
+
+
+@pytest.mark.parametrize("internal", [True, False])
+def test_an_aborted_stream(engine, internal):
+    queue = RequestOutputCollector(DELTA, "a")
+    engine.add("a", DELTA, queue=queue)
+    engine.add("b", DELTA)
+    engine.step("a", "b")
+    queue.get_nowait()
+    engine.outputs.abort_requests(iter(["a" if internal else "user's a"]), internal=internal)
+    assert queue.get_nowait().hook == "aborted"
+    assert engine.released == ["a"]
+    assert hooks(engine.step("b", last=["b"])) == [("b", "2 tokens")]
+
+
+@pytest.mark.parametrize("kind", [DELTA, FINAL])
+def test_samples_of_one_request(engine, kind):
+    first, second = engine.add("a", kind, n=2)
+    engine.step(first, second)
+    early = engine.step(first, second, last=[second])
+    assert not engine.released
+    late = engine.step(first, last=[first])
+    assert engine.released == ["a"]
+    if kind == FINAL:
+        assert early == []
+        [whole] = late
+        assert [o.hook for o in whole.outputs] == ["3 tokens", "2 tokens"]
+    else:
+        assert {o.outputs[0].index: o.outputs[0].hook for o in early} == {0: None, 1: "2 tokens"}
+        assert [o.outputs[0].hook for o in late] == ["3 tokens"]
+
+
+def test_an_aborted_request_of_several_samples(engine):
+    queue = RequestOutputCollector(DELTA, "a")
+    names = engine.add("a", DELTA, n=2, queue=queue)
+    engine.step(*names)
+    queue.get_nowait()
+    engine.outputs.abort_requests(["a"], internal=True)  # the parent
+    assert {o.index: o.hook for o in queue.get_nowait().outputs} == {0: "aborted", 1: "aborted"}
+    assert engine.released == ["a"]
