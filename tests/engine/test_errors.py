@@ -159,9 +159,9 @@ def test_site_that_is_not_armed(tiny_dir, tiny_reference):
 
 BAD_REQUESTS = {
     "unknown-program": ("nonsense", ProgramError, "'nonsense'.*loaded: .*good"),
-    "not-json": ("{not json", ProgramError, r'extra_args\["hook"\].*JSON'),
-    "wrong-type": (7, ProgramError, r'extra_args\["hook"\].*7'),
-    "unknown-key": ({"uses": ["good"]}, ProgramError, r'extra_args\["hook"\].*uses'),
+    "not-json": ("{not json", ProgramError, r"^hook: .*JSON"),
+    "wrong-type": (7, ProgramError, r"^hook: 7"),
+    "unknown-key": ({"uses": ["good"]}, ProgramError, r"^hook: .*uses"),
     "named-twice": ({"use": ["good", "good"]}, ProgramError, "twice"),
     "unknown-span": ({"use": ["good"], "spans": {"data": [0, 3]}}, ProgramError, "data"),
     "span-outside": (
