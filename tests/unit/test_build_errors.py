@@ -132,10 +132,12 @@ def test_a_full_disk_is_one_error_and_the_work_goes_on_later(build, tmp_path, mo
     assert build("probe", "made.yaml").exit_code == 0
 
 
-#: Measures the first chunk at once, and the second too late.
+#: Measures the first chunk at once, and the second too late. What a shell starts in the background ignores
+#: Ctrl-C, and so does all that it starts: not this.
 SLOWLY = """
-import sys, time
+import signal, sys, time
 from vllm_hook import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from vllm_hook.build.on_hf import HfBackend
 masses, delays = HfBackend.masses, [0, 60]
 def slow(*given):
