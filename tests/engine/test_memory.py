@@ -180,3 +180,15 @@ def test_running_requests_keep_the_program_they_began_with(llm, tmp_path):
         result.observed["logit"].values, result.observed["state"].values.sum(-1), rtol=1e-4, atol=1e-3
     )
     llm.unload_program("swap")
+
+
+def test_the_model_and_our_buffers_end_with_the_engine(tiny_dir):
+    """Also where somebody keeps the engine's objects, as vLLM promises it to callers in its process."""
+    with hook_llm(tiny_dir("llama"), programs=[PROGRAM]) as llm:
+        observe(llm, 1)
+        hook = parts(llm)[2]
+        kept = [weakref.ref(hook.model), weakref.ref(hook.bank), weakref.ref(hook.edits)]
+        del hook
+    worker = llm.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    assert [ref() for ref in kept] == [None, None, None]
+    assert not hasattr(worker, "_vllm_hook")

@@ -1,5 +1,7 @@
 """Two sets of full graphs, captured in pairs, on a stand-in for vLLM's graph manager."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -97,6 +99,30 @@ def test_a_memory_profile_captures_a_few_and_tells_what_the_second_set_takes() -
     assert manager.told == [(512, True), (64, True), (Size(32), True), (Size(16), True)]
     assert sets.again == len(SIZES) * (16 << 20)
     assert sets.plain is None
+    # vLLM drops the manager, and with it the pool of these graphs, before it makes the real cache.
+    gone = weakref.ref(manager)
+    gc.disable()
+    try:
+        del manager
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_graphs_die_when_they_are_released() -> None:
+    manager = Manager()
+    sets = GraphSets(manager, manager.set_live)
+    manager.capture()
+    gone = weakref.ref(manager)
+    sets.release()
+    sets.release()
+    assert (sets.hooked, sets.plain) == ({}, None)
+    gc.disable()
+    try:
+        del manager
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_second_capture_replaces_the_first() -> None:

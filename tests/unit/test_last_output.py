@@ -1,5 +1,7 @@
 """Which of vLLM's outputs carries the result: the last of each sample, once, however it ends."""
 
+import gc
+import weakref
 from itertools import count
 
 import pytest
@@ -118,6 +120,19 @@ def test_an_aborted_stream(engine, internal):
     assert queue.get_nowait().hook == "aborted"
     assert engine.released == ["a"]
     assert hooks(engine.step("b", last=["b"])) == [("b", "2 tokens")]
+
+
+def test_rows_of_an_aborted_request_are_let_go_at_once(engine):
+    """Also where nobody waits for its output; they may be gigabytes."""
+    engine.add("a", FINAL)
+    engine.step("a")
+    collector = weakref.ref(engine.outputs.request_states["a"]._vllm_hook)
+    gc.disable()
+    try:
+        engine.outputs.abort_requests(["a"], internal=True)
+        assert collector() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", [DELTA, FINAL])

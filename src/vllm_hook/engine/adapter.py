@@ -58,6 +58,9 @@ class RunnerAdapter:
         self.hook.forward_done()
         return out
 
+    def let_go(self) -> None:
+        """Keep nothing on the device alive: another cache is made, or the engine is shut down."""
+
     def before_step(self, scheduler_output: Any) -> None:
         """Requests are known, nothing is laid out yet."""
 

@@ -56,6 +56,7 @@ SYMBOLS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ),
     ("vllm.v1.worker.gpu_worker", "Worker", "load_model", ()),
     ("vllm.v1.worker.gpu_worker", "Worker", "compile_or_warm_up_model", ()),
+    ("vllm.v1.worker.gpu_worker", "Worker", "shutdown", ()),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_prepare_inputs", ("scheduler_output",)),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",)),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "sample_tokens", ()),

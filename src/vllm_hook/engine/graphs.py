@@ -40,8 +40,8 @@ class GraphSets:
     """Wraps one runner's graph manager. ``active`` and ``need`` are set before each step."""
 
     def __init__(self, manager: Any, set_live: Callable[[bool], None]) -> None:
-        self._manager = manager
-        self._set_live = set_live
+        self._manager: Any = manager
+        self._set_live: Any = set_live
         self.hooked: dict[Any, Any] = {}
         self.plain: dict[Any, Any] | None = None
         self.places: dict[
@@ -56,8 +56,16 @@ class GraphSets:
         manager.dispatch = self.dispatch
         manager.run_fullgraph = self.run_fullgraph
 
+    def release(self) -> None:
+        """Let go of the manager and of all graphs: both hold the memory of their pools."""
+        for name in ("capture", "dispatch", "run_fullgraph"):
+            vars(self._manager or self).pop(name, None)
+        self._manager = self._set_live = self._capture = self._dispatch = self._run = None
+        self.hooked, self.plain, self._unused = {}, None, []
+
     def capture(self, *args: Any, **kwargs: Any) -> None:
-        """Capture all graphs with our launches, the full ones also without."""
+        """Capture all graphs with our launches, the full ones also without. After a memory profile, whose
+        graphs vLLM drops, only :attr:`again` is left."""
         manager = self._manager
         every = manager._capture_descs
         full = every.get(CUDAGraphMode.FULL)
@@ -78,6 +86,8 @@ class GraphSets:
         if manager._capture_mem_samples:  # a memory profile: of a few graphs, the later ones are typical
             again = len(full or ()) * max(manager._capture_mem_samples[-1], 1 << 20)
             self.again = again + self._further(full or ()) * POOL
+        if profile:
+            self.release()
 
     def _in_pairs(self, descs: Sequence[Any]) -> Iterator[Any]:
         """What vLLM's manager is to capture next; what it has captured is taken from it in between."""
@@ -134,15 +144,17 @@ class GraphSets:
         return [statistics.median(own) for own in zip(*rounds[1:], strict=True)]
 
     def _replay_time(self, desc: Any, graph: Any, times: int = 4) -> float:
-        kept, self._manager.graphs = self._manager.graphs, {desc: graph}
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._run(desc)
-        begin.record()
-        for _ in range(times):
+        kept, self._manager.graphs = self._manager.graphs, {desc: graph}
+        try:
             self._run(desc)
-        end.record()
-        end.synchronize()
-        self._manager.graphs = kept
+            begin.record()
+            for _ in range(times):
+                self._run(desc)
+            end.record()
+            end.synchronize()
+        finally:
+            self._manager.graphs = kept
         return float(begin.elapsed_time(end)) / times
 
     def dispatch(

@@ -65,7 +65,9 @@ class Receiver:
         request_ids = list(request_ids)
         for name in request_ids:  # of a sample of an engine, or one that a user gave to several
             for request_id in [name] if internal else self._outputs.external_req_ids.get(name, ()):
-                self._ends(request_id)
+                state = self._outputs.request_states.get(request_id)
+                if state is not None and state.queue is not None:  # else vLLM makes no output
+                    self._ends(request_id)
         aborted = self._abort_requests(request_ids, internal)
         self._ended(aborted)
         return aborted

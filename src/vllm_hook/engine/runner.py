@@ -59,6 +59,10 @@ class Adapter(Protocol):
         """Tokens of the current step's rows, on the device."""
         ...
 
+    def let_go(self) -> None:
+        """Keep nothing on the device alive."""
+        ...
+
 
 class RunnerHook:
     """State of one model runner. ``adapter`` is set by the module that installs it."""
@@ -275,6 +279,12 @@ class RunnerHook:
                     self._groups[names[name]] = group
 
     # -- start-up and control ---------------------------------------------------------------
+
+    def close(self) -> None:
+        """The engine is shut down. vLLM's worker and runner may live on, but the model and our buffers are
+        not to live with them."""
+        self.adapter.let_go()
+        vars(self).clear()
 
     def prove(self, dummy_run: Callable[[], None]) -> None:
         """One dummy forward must fire every armed op; otherwise the engine would observe nothing."""

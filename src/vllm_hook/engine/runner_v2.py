@@ -27,7 +27,7 @@ class V2Adapter(RunnerAdapter):
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
         """The runner makes a new graph manager with each cache."""
-        self.graphs = None  # of a memory profile: let it go before the real cache is made
+        self.let_go()
         out = super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         manager = self.runner.cudagraph_manager
         on_gpu = self.hook.device.type == "cuda"
@@ -39,6 +39,11 @@ class V2Adapter(RunnerAdapter):
         found = int(self._profile_cudagraph_memory())
         again, self.graphs = self.graphs.again if self.graphs is not None else 0, None
         return found + again
+
+    def let_go(self) -> None:
+        if self.graphs is not None:
+            self.graphs.release()
+            self.graphs = None
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):

@@ -55,7 +55,7 @@ def _arm(worker: Any) -> None:
     hook = RunnerHook(settings, runner.get_model(), worker.model_config.dtype, runner.device, tensor_shard())
     (V2Adapter if worker.use_v2_model_runner else V1Adapter)(runner, hook)
     setattr(worker, WORKER_KEY, hook)
-    warm_up = worker.compile_or_warm_up_model
+    warm_up, shut_down = worker.compile_or_warm_up_model, worker.shutdown
 
     def compile_or_warm_up_model() -> Any:
         """Every armed op must fire in a forward pass as the engine will run it."""
@@ -63,7 +63,14 @@ def _arm(worker: Any) -> None:
         hook.prove(lambda: runner._dummy_run(1))
         return times
 
+    def shutdown() -> None:
+        if hasattr(worker, WORKER_KEY):
+            delattr(worker, WORKER_KEY)
+            hook.close()
+        shut_down()
+
     worker.compile_or_warm_up_model = compile_or_warm_up_model
+    worker.shutdown = shutdown
 
 
 def _eager(config: Any) -> bool:
