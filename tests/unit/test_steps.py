@@ -17,7 +17,7 @@ from vllm_hook.runtime.area import StepArea
 from vllm_hook.runtime.buffers import SiteBank, _area_size
 from vllm_hook.runtime.edit_bank import EditBank
 from vllm_hook.runtime.edit_plan import EditPlanner, make_edit_plan
-from vllm_hook.runtime.plan import BatchView
+from vllm_hook.runtime.plan import BatchView, Planner, make_plan
 from vllm_hook.runtime.requests import PAYLOAD_KEY, Lane, RequestState, Tracker, Watch
 from vllm_hook.sites import Armed
 from worlds import FACTS, PLACES, World, on_cpu, play
@@ -230,6 +230,101 @@ def test_which_steps_cannot_run_as_captured_graphs():
     assert need(attention=9, once=2) == NO_GRAPH
     tracker.finish(["attention"])
     assert need(plain=9, attention=9) == ANY_GRAPH
+
+
+class Steps:
+    """A runner's hook without an engine: ``took`` what each step is told to take. Batches are laid out
+    only when asked for (``laid_out``)."""
+
+    def __init__(self):
+        self.hook = object.__new__(RunnerHook)
+        self.hook.tracker = Tracker(EditBank(FACTS, 16, 8, 8, CPU))
+        self.hook.plans, self.hook.edit_plans, self.hook._over = Planner(), EditPlanner(), -1
+        self.hook.bank = SimpleNamespace(clear=lambda: self.told.append(None), load=self._load)
+        self.hook.transfer = SimpleNamespace(wait_for_buffers=lambda: None)
+        self.told, self.laid_out = [], 0
+
+    def _load(self, plan, edit_plan):
+        assert edit_plan is None
+        self.told.append(plan)
+
+    def took(self, view):
+        def lay_out():
+            self.laid_out += 1
+            return view
+
+        active = self.hook.prepare(lay_out, eager=False)
+        plan = self.told.pop()
+        assert not self.told
+        assert active == (plan is not None)
+        return rows_of(plan)
+
+
+def rows_of(plan):
+    """(request, observation, position) of all rows of a plan."""
+    if plan is None:
+        return []
+    return sorted(
+        (piece.req_id, piece.watch.index, int(p))
+        for lane in plan.lanes
+        for piece in lane.pieces
+        for p in lane.at(piece)
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_steps_after_the_last_watched_row_take_nothing_and_all_others_what_they_should(seed):
+    r = random.Random(seed)
+    steps, oracle = Steps(), Tracker(EditBank(FACTS, 16, 8, 8, CPU))
+    trackers = (steps.hook.tracker, oracle)
+    running, number = {}, 0  # id -> [next position, prompt]
+    for step in range(150):
+        if len(running) < 3 and r.random() < (0.4 if step < 40 or step > 110 else 0.02):
+            name, prompt = f"r{number}", r.randint(2, 9)
+            number += 1
+            last = [[prompt - 1, prompt]]
+            rows = r.choice([last, last, [[0, prompt]], [[1, 2], [prompt + 3, prompt + 5]], [[prompt, -1]]])
+            watch = {"site": "resid_post", "layers": [1], "heads": None, "reduce": None, "dtype": None}
+            watched = [] if r.random() < 0.3 else [{**watch, "rows": rows, "spans": []}]
+            data = {"watch": watched, "edit": None, "prompt": prompt}
+            for tracker in trackers:
+                tracker.add(name, {PAYLOAD_KEY: data}, prompt)
+            running[name] = [0, prompt]
+        for name in [*running]:
+            if r.random() < 0.02:
+                for tracker in trackers:
+                    tracker.finish([name])
+                del running[name]
+            elif r.random() < 0.02 and running[name][0] > running[name][1]:  # preempted, and back again
+                steps.hook.plans.sync(steps.hook.tracker.states)
+                for tracker in trackers:
+                    tracker.resume(name, running[name][0] + 1)
+                running[name][0] = 0
+        batch = [name for name in running if r.random() < 0.9]
+        counts = [max(1, min(r.randint(1, 6), running[n][1] - running[n][0])) for n in batch]
+        starts = [0, *np.cumsum(counts).tolist()]
+        view = BatchView(batch, starts, [running[n][0] for n in batch])
+        assert steps.took(view) == rows_of(make_plan(view, oracle.states))
+        for name, count in zip(batch, counts, strict=True):
+            running[name][0] += count
+
+
+def test_a_batch_is_not_laid_out_when_nothing_will_be_asked_of_it():
+    steps = Steps()
+    watch = {"site": "resid_post", "layers": [1], "heads": None, "reduce": None, "dtype": None, "spans": []}
+    for name in ("a", "b"):
+        data = {"watch": [{**watch, "rows": [[3, 4]]}], "edit": None, "prompt": 4}
+        steps.hook.tracker.add(name, {PAYLOAD_KEY: data}, 4)
+    assert steps.took(BatchView(["a", "b"], [0, 4, 8], [0, 0])) == [("a", 0, 3), ("b", 0, 3)]
+    assert steps.took(BatchView(["a"], [0, 1], [4])) == []  # b waits
+    assert steps.took(BatchView(["a", "b"], [0, 1, 2], [5, 4])) == []
+    seen = steps.laid_out
+    for at in range(6, 20):
+        assert steps.took(BatchView(["a", "b"], [0, 1, 2], [at, at - 1])) == []
+    assert steps.laid_out == seen
+    steps.hook.tracker.finish(["a"])
+    assert steps.took(BatchView(["b"], [0, 1], [30])) == []
+    assert steps.laid_out == seen + 1
 
 
 def test_a_lane_takes_no_hash_to_another_process():

@@ -106,6 +106,7 @@ class RunnerHook:
         self._copied: torch.cuda.Event | None = None
         self._lost: dict[str, str] = {}
         self._view: BatchView | None = None
+        self._over = -1  # version of the tracker's requests of which nothing will be asked any more
         self.proving = False
         logger.info("vLLM Hook armed %s: %.1f MB", settings.armed.describe(), self.bytes() / 1e6)
 
@@ -160,7 +161,7 @@ class RunnerHook:
         CUDA graphs. Whether any row of it is ours."""
         self._taken, self._plan = [], None
         edit_plan = None
-        if not self.tracker.states:
+        if not self.tracker.states or self._over == self.tracker.version:
             self.bank.clear()
             return False
         self._view = view = batch()
@@ -171,6 +172,8 @@ class RunnerHook:
                     self.edits.load(edit_plan, self.adapter.input_ids())
             plan = self.plans.plan(self.tracker.version, view, self.tracker.states)
             if plan is None and edit_plan is None:
+                if self.tracker.is_over(view):
+                    self._over = self.tracker.version
                 self.bank.clear()
                 return False
             self.transfer.wait_for_buffers()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .edit_bank import EditBank
     from .edit_state import EditState
     from .edits import EditRequest
+    from .plan import BatchView
 
 Ranges = tuple[tuple[int, "int | None"], ...]
 
@@ -150,6 +151,12 @@ class Tracker:
     def decided(self) -> dict[str, int]:
         """Positions below which the conditions of each request were evaluated before a preemption."""
         return {r: s.decided_below for r, s in self.states.items()}
+
+    def is_over(self, view: BatchView) -> bool:
+        """Whether all requests run in a step, and it and later ones have nothing to take or change, unless a
+        request comes, goes or comes back."""
+        at = dict(zip(view.req_ids, view.first, strict=True))
+        return all(s.edits is None and at.get(r, -1) >= s.end for r, s in self.states.items())
 
     def finish(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
