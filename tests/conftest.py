@@ -57,6 +57,14 @@ GPU_ENGINE: dict[str, Any] = {
 }
 
 
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """What dies in the test dies of reference counts alone."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def stop_engine(llm: Any) -> None:
     """Shut a ``HookLLM`` or ``vllm.LLM`` down, but not the process groups, which other engines of this
     process share."""

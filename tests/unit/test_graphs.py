@@ -1,6 +1,5 @@
 """Two sets of full graphs, captured in pairs, on a stand-in for vLLM's graph manager."""
 
-import gc
 import weakref
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -91,6 +90,7 @@ def test_the_progress_that_vllm_shows_counts_both() -> None:
     assert seen == [2 * len(SIZES)]
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_a_memory_profile_captures_a_few_and_tells_what_the_second_set_takes() -> None:
     manager = Manager()
     manager._max_full_descs_to_capture, manager._capture_mem_samples = 2, []
@@ -101,14 +101,11 @@ def test_a_memory_profile_captures_a_few_and_tells_what_the_second_set_takes() -
     assert sets.plain is None
     # vLLM drops the manager, and with it the pool of these graphs, before it makes the real cache.
     gone = weakref.ref(manager)
-    gc.disable()
-    try:
-        del manager
-        assert gone() is None
-    finally:
-        gc.enable()
+    del manager
+    assert gone() is None
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_graphs_die_when_they_are_released() -> None:
     manager = Manager()
     sets = GraphSets(manager, manager.set_live)
@@ -117,12 +114,8 @@ def test_graphs_die_when_they_are_released() -> None:
     sets.release()
     sets.release()
     assert (sets.hooked, sets.plain) == ({}, None)
-    gc.disable()
-    try:
-        del manager
-        assert gone() is None
-    finally:
-        gc.enable()
+    del manager
+    assert gone() is None
 
 
 def test_a_second_capture_replaces_the_first() -> None:

@@ -57,8 +57,10 @@ class GraphSets:
 
     def release(self) -> None:
         """Let go of the manager and of all graphs: both hold the memory of their pools."""
+        if self._manager is None:
+            return
         for name in ("capture", "dispatch", "run_fullgraph"):
-            vars(self._manager or self).pop(name, None)
+            delattr(self._manager, name)
         self._manager = self._set_live = self._capture = self._dispatch = self._run = None
         self.hooked, self.plain, self._unused = {}, None, []
 

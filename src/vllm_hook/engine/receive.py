@@ -67,15 +67,10 @@ class Receiver:
             for request_id in [name] if internal else self._outputs.external_req_ids.get(name, ()):
                 state = self._outputs.request_states.get(request_id)
                 if state is not None and state.queue is not None:  # else vLLM makes no output
-                    self._ends(request_id)
+                    _give_result(state)
         aborted = self._abort_requests(request_ids, internal)
         self._ended(aborted)
         return aborted
-
-    def _ends(self, request_id: str) -> None:
-        """The next output of a sample is its last."""
-        if request_id in self._running and request_id in self._outputs.request_states:
-            _give_result(self._outputs.request_states[request_id])
 
     def _ended(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -100,9 +95,10 @@ class Receiver:
 
     def process_outputs(self, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = [output for output in engine_core_outputs if self._take(output)]
+        states = self._outputs.request_states
         for output in outputs:
-            if output.finish_reason is not None:
-                self._ends(output.request_id)
+            if output.finish_reason is not None and (state := states.get(output.request_id)) is not None:
+                _give_result(state)
         out = self._process_outputs(outputs, *args, **kwargs)
         self._ended([output.request_id for output in outputs])
         return out
@@ -139,12 +135,13 @@ def _rows(key: Any, positions: np.ndarray, values: Tensor) -> Record | Chunk:
 
 
 def _give_result(state: Any) -> None:
-    """Make the state of one sample put the result on its last output. Not before that one is near, since
-    what is wrapped here runs for every token that is streamed; and once."""
-    if "_new_request_output" in vars(state):
+    """Make the state of one sample put the result on its last output, if it is of a request with programs.
+    Not before that output is near, since what is wrapped here runs for every token that is streamed; and
+    once."""
+    collector = getattr(state, "_vllm_hook", None)
+    if collector is None or "_new_request_output" in vars(state):
         return
     new_completion, new_request = state._new_completion_output, state._new_request_output
-    collector = state._vllm_hook
 
     def _new_completion_output(token_ids: Any, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
         output = new_completion(token_ids, finish_reason, *args, **kwargs)
