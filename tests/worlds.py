@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from vllm_hook.runtime.edit_bank import EditBank
 from vllm_hook.runtime.edit_plan import EditPlanner
 from vllm_hook.runtime.plan import BatchView, make_plan
 from vllm_hook.runtime.requests import Lane, RequestState, Watch
+from vllm_hook.runtime.transfer import Transfer
 from vllm_hook.sites import Armed, ModelFacts, site
 
 FACTS = ModelFacts("world", layers=2, heads=3, kv_heads=1, head_dim=7, hidden=20)
@@ -25,6 +26,7 @@ LANES = [
     Lane("resid_post", (0, 1)),  # the same again: another observation of the same rows
     Lane("resid_post", (1,), None, ("norm",)),
     Lane("z", (1,), (0, 2)),
+    Lane("z", (1,)),
 ]
 Run = Callable[[Any, torch.Tensor, "torch.Tensor | None", Any, bool], None]
 
@@ -73,10 +75,10 @@ def edits(r: random.Random) -> list[dict[str, Any]]:
 
 
 class World:
-    """Requests with their state and one set of sites; ``run`` executes a site."""
+    """Requests with their state and one set of sites; ``run`` executes a site, ``transfer`` sends rows."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, transfer: Transfer | None = None) -> None:
+        self.run, self.transfer = run, transfer
         self.edits = EditBank(FACTS, 32, 8, 16, torch.device("cpu"))
         armed = Armed.of("resid_post", [0, 1], "all") | Armed.of("z", [1], "all")
         armed = armed | Armed.of_edits("resid_post", [0, 1]) | Armed.of_edits("z", [0, 1])
@@ -107,7 +109,9 @@ class World:
             state = self.edits.state[site(place[0]).kind]
             rest = residual if place[0] == "resid_post" else None
             self.run(self.bank.sites[place], hidden[place], rest, state, latched)
-        rows = split(collect(taps, self.bank, FACTS, None))[0] if taps is not None else {}
+        rows = split(collect(taps, self.bank, FACTS, None, self.transfer))[0] if taps is not None else {}
+        if self.transfer is not None:
+            self.transfer.take_back(self.transfer.lent())
         self.bank.area.rest()
         return hidden, rows
 
@@ -116,11 +120,13 @@ def on_cpu(part: Any, h: torch.Tensor, residual: torch.Tensor | None, state: Any
     part(h, residual)
 
 
-def play(seed: int, runs: list[Run], steps: int = 5) -> list[list[Any]]:
+def play(
+    seed: int, runs: list[Run], steps: int = 5, transfers: Sequence[Transfer | None] | None = None
+) -> list[list[Any]]:
     """The same random schedule on several worlds; what each gave, step by step."""
     r = random.Random(seed)
     torch.manual_seed(seed)
-    worlds = [World(run) for run in runs]
+    worlds = [World(*own) for own in zip(runs, transfers or [None] * len(runs), strict=True)]
     first: dict[str, int] = {}
     for req_id in "pqs"[: r.randint(1, 3)]:
         data, picked = edits(r), r.sample(range(len(LANES)), r.randint(0, len(LANES)))

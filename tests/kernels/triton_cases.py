@@ -18,8 +18,10 @@ from vllm_hook.ops import reference, triton_site
 from vllm_hook.ops.attention import PagedKeys
 from vllm_hook.ops.reference import AttentionRule
 from vllm_hook.ops.triton_attention import Query, paged_attention, row_table
+from vllm_hook.ops.triton_send import send
 from vllm_hook.ops.triton_site import launch_site
 from vllm_hook.runtime.area import AreaSize, StepArea
+from vllm_hook.runtime.transfer import Transfer
 from worlds import on_cpu, play
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -249,6 +251,50 @@ def test_attention_equals_the_definition(rule, mass, layout, dtype):
         torch.testing.assert_close(mine, want[:, :, : shape[2]], rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [None, "norm", "projection", "cosine", "probe", "probe of standard scores"])
+def test_rows_sent_to_the_host_equal_the_definition(kind, dtype):
+    """Rows of every other layer, in memory that the device reaches; nothing beside them is written."""
+    torch.manual_seed(1)
+    stack = (2 * torch.randn(6, 9, 20) + 1).to(dtype)
+    vector, mean, scale, bias = torch.randn(20), torch.randn(20), torch.rand(20) + 0.5, torch.tensor([0.3])
+    stack[2, 1] = 0
+    tensors = {"unit": vector / vector.norm()}
+    if kind and kind.startswith("probe"):
+        tensors = {"weight": vector, "bias": bias}
+    if kind == "probe of standard scores":
+        tensors |= {"mean": mean, "scale": scale}
+    rows = stack[:5:2, :4]
+    want = {
+        None: lambda: rows.transpose(0, 1).float(),
+        "norm": lambda: rows.float().norm(dim=-1),
+        "projection": lambda: reference.projection(rows, vector),
+        "cosine": lambda: reference.cosine(rows, vector),
+    }.get(kind, lambda: reference.probe(rows, vector, bias, tensors.get("mean"), tensors.get("scale")))()
+    for out_dtype in {torch.float32, dtype} if kind is None else {torch.float32}:
+        out = torch.full((want.numel() + 3,), -7.0, dtype=out_dtype, pin_memory=DEVICE.type == "cuda")
+        on_device = {name: t.to(DEVICE) for name, t in tensors.items()}
+        send(stack.to(DEVICE)[:5:2, :4], out, kind and kind.split()[0], on_device)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        assert (out[-3:] == -7).all()
+        got = out[:-3].view(want.shape).float()
+        torch.testing.assert_close(got, want, **({"rtol": 0, "atol": 0} if kind is None else CLOSE))
+
+
+class Sends(Transfer):
+    """Few rows go through the kernel, here in the interpreter."""
+
+    times = 0
+
+    def sends_few(self, kind):
+        return kind != "sae"
+
+    def send_few(self, *args):
+        self.times += 1
+        return super().send_few(*args)
+
+
 def by_kernel(part, h, residual, state, latched):
     launch_site(h, residual, None, part.fired, part.site, part.step, part.buf, state, latched)
 
@@ -257,7 +303,8 @@ def by_kernel(part, h, residual, state, latched):
 @pytest.mark.parametrize("seed", range(16))
 def test_random_worlds_equal_the_cpu_path(seed):
     """Requests, chains, gates, filters, chunks, shuffled and padded batches: hidden states and rows taken."""
-    for (_, h_cpu, rows_cpu), (_, h_kernel, rows_kernel) in play(seed, [on_cpu, by_kernel]):
+    transfers = [None, Sends(DEVICE)]
+    for (_, h_cpu, rows_cpu), (_, h_kernel, rows_kernel) in play(seed, [on_cpu, by_kernel], 5, transfers):
         for place in h_cpu:
             torch.testing.assert_close(h_kernel[place], h_cpu[place], rtol=1e-3, atol=1e-3)
         assert rows_cpu.keys() == rows_kernel.keys()
@@ -265,3 +312,13 @@ def test_random_worlds_equal_the_cpu_path(seed):
             for mine, theirs in zip(records, rows_kernel[req_id], strict=True):
                 assert mine.positions.tolist() == theirs.positions.tolist()
                 torch.testing.assert_close(theirs.values, mine.values, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="worlds live on the CPU")
+def test_worlds_send_few_rows():
+    """The comparison above is one with the kernel."""
+    sends = Sends(DEVICE)
+    for seed in range(4):
+        play(seed, [by_kernel], transfers=[sends])
+    assert sends.times > 4
+    assert len(sends._free) <= 3  # what is read is lent again

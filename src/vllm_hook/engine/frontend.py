@@ -295,7 +295,7 @@ class Frontend:
         if key in context.fitting:
             return
         total = 0
-        for (name, _, resolved), lane in zip(context.observations(), context.lanes, strict=True):
+        for (name, _, resolved), lane in zip(context.observations, context.lanes, strict=True):
             rows = most_rows(resolved, prompt, end)
             size = (
                 (params.n or 1)

@@ -40,7 +40,8 @@ class Context:
     """What was fixed at admission; shared by the n samples of a request. ``lanes`` run in the order
     of the observations of all ``uses``; ``data`` is the form in which all of it travels. What does not
     depend on the prompt is shared by requests that use the same programs in the same way; ``fitting``:
-    (end of positions, n) of those whose results were found not to be too large."""
+    (end of positions, n) of those whose results were found not to be too large; ``observations``: (qualified
+    id, definition, resolved form), in the order of the payload, made from ``uses``."""
 
     uses: tuple[Use, ...]
     lanes: tuple[Lane, ...]
@@ -48,14 +49,18 @@ class Context:
     edits: EditRequest | None = None
     data: Mapping[str, Any] = field(default_factory=dict, compare=False)
     fitting: set[tuple[int, int]] = field(default_factory=set, compare=False)
+    observations: tuple[tuple[str, Observation, ResolvedObservation], ...] = field(default=(), compare=False)
 
-    def observations(self) -> list[tuple[str, Observation, ResolvedObservation]]:
-        """(qualified id, definition, resolved form), in the order of the payload."""
-        return [
-            (f"{use.program.name}/{definition.id}", definition, resolved)
-            for use in self.uses
-            for definition, resolved in zip(use.program.observations, use.resolved.observations, strict=True)
-        ]
+    def __post_init__(self) -> None:
+        if not self.observations:
+            named = tuple(
+                (f"{use.program.name}/{definition.id}", definition, resolved)
+                for use in self.uses
+                for definition, resolved in zip(
+                    use.program.observations, use.resolved.observations, strict=True
+                )
+            )
+            object.__setattr__(self, "observations", named)
 
 
 @dataclass
@@ -95,7 +100,7 @@ class Collector:
     def _put(self, record: Record) -> None:
         index = record.index
         if index not in self.rows:
-            _, _, resolved = self.context.observations()[index]
+            _, _, resolved = self.context.observations[index]
             most = most_rows(resolved, len(self.context.prompt_ids), self.end)
             self.rows[index] = Rows(most, same_width=self.context.lanes[index].site != "attention")
         self.rows[index].add(record)
@@ -107,7 +112,7 @@ class Collector:
         tokens = [*context.prompt_ids, *token_ids]
         observed: dict[str, Observed] = {}
         errors: dict[str, str] = {}
-        for index, (name, definition, resolved) in enumerate(context.observations()):
+        for index, (name, definition, resolved) in enumerate(context.observations):
             wanted = wanted_positions(resolved, tokens, len(context.prompt_ids))
             value, missing = assemble(self.rows.get(index), wanted, context.lanes[index])
             observed[name] = describe(definition, resolved, context.lanes[index], wanted, value)

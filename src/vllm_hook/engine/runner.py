@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -118,7 +119,6 @@ class RunnerHook:
 
     def begin(self, scheduler_output: Any, known_tokens: Callable[[Any], int]) -> None:
         """Take note of who left and who came. ``known_tokens``: tokens of a request that enters again."""
-        self.transfer.wait_for_few()
         self.tracker.finish(scheduler_output.finished_req_ids)
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is None:
@@ -192,23 +192,23 @@ class RunnerHook:
         if plan is None:
             return
         assert self._view is not None
-        with (
-            self._shield(self._view),
-            torch.inference_mode(),
-            self.transfer.beside(plan, self.bank, self.shard.size > 1),
-        ):
+        with self._shield(self._view), torch.inference_mode():
             taken = collect(plan, self.bank, self.settings.facts, self, self.transfer, self.shard)
             if self.shard.rank == 0:  # all ranks take part, one reports
                 moved = [t for t in taken if t.values is not None]
-                values, self._copied = self.transfer.start([t.values for t in moved if t.values is not None])
+                early = len(moved) < len(taken)
+                values, self._copied = self.transfer.start(
+                    [t.values for t in moved if t.values is not None], early
+                )
                 self._taken = [t for t in taken if t.values is None]
-                self._taken += [Taken(t.lane_plan, v, t.shapes) for t, v in zip(moved, values, strict=True)]
+                self._taken += [replace(t, values=v) for t, v in zip(moved, values, strict=True)]
         self.transfer.finish()
 
     def cancel(self) -> None:
         """The engine's own step failed: leave nothing active."""
         self._plan = None
         self._taken = []
+        self.transfer.take_back(self.transfer.lent())
         self.transfer.finish()
         self.bank.clear()
         self.edits.clear()
@@ -222,6 +222,7 @@ class RunnerHook:
         lost, self._lost = self._lost, {}
         if not taken and not lost:
             return output
+        lent = self.transfer.lent()
 
         def rows() -> StepRows:
             try:
@@ -232,6 +233,8 @@ class RunnerHook:
                 logger.exception("vLLM Hook lost the rows of a step")
                 message = f"failed in the worker: {type(error).__name__}: {error}"
                 return {}, [], {**lost, **{p.req_id: message for t in taken for p in t.lane_plan.pieces}}
+            finally:
+                self.transfer.take_back(lent)
 
         if isinstance(output, AsyncModelRunnerOutput):
             return _LaterOutput(output, rows)
@@ -303,6 +306,7 @@ class RunnerHook:
                 f"({names}, ...): the compiled model does not contain our ops. "
                 "Remove vLLM's compile cache (VLLM_CACHE_ROOT) and start again"
             )
+        self.transfer.warm_up(self.bank)
 
     def set_tensors(self, key: str, blob: Blob | None) -> None:
         """Take over, or drop, the tensors of a loaded program. Running requests keep what they have."""

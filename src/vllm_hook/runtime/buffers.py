@@ -152,6 +152,11 @@ class SiteBank:
         each = indices if len(indices) > 1 else [index] * len(keys)
         return torch.stack([self.rows(*own) for own in zip(keys, each, strict=True)]), False
 
+    def samples(self) -> list[tuple[str, Tensor]]:
+        """For each piece of memory that rows are taken into: its site and one row of it, [1, 1, width]."""
+        stacks = {id(stack): (key[0], stack[:1, :1]) for key, (stack, _) in self._stacks.items()}
+        return [*stacks.values()]
+
     def _together(self, keys: tuple[Key, ...]) -> tuple[Tensor, slice] | None:
         """The piece of memory that holds the rows of all these layers, and where in it they are, if they lie
         there at even distances."""

@@ -7,7 +7,7 @@ when the values have come to the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
@@ -34,12 +34,14 @@ SMALL_ROW = 512
 class Taken:
     """Values of one lane in one step: [layers, rows of all pieces, ...]; with ``shapes``, one for each
     piece, a flat tensor that holds them one after the other, so that the rows of a request lie together
-    and need no gathering on the host; or ``parts``, host tensors of the pieces."""
+    and need no gathering on the host; or ``parts``, host tensors of the pieces. ``lent``: the values are in
+    memory that is used again once they have been split."""
 
     lane_plan: LanePlan
     values: Tensor | None
     shapes: tuple[tuple[int, ...], ...] = ()
     parts: tuple[Tensor, ...] = ()
+    lent: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ def collect(
         elif site(lane_plan.lane.site).kind == "attention":
             assert pages is not None
             taken.append(_attention(lane_plan, plan, bank, facts, pages, shard))
+        elif transfer is not None and (few := _few(lane_plan, bank, facts, transfer, shard)) is not None:
+            taken.append(few)
         else:
             taken.append(_stream_or_heads(lane_plan, plan, bank, facts, shard))
     return taken
@@ -99,6 +103,8 @@ def split(taken: Sequence[Taken]) -> tuple[dict[str, list[Record]], list[Chunk]]
         if (chunk := _chunk(t)) is not None:
             chunks.append(chunk)
             continue
+        if t.lent and t.values is not None:
+            t = replace(t, values=t.values.clone())
         for piece, own in zip(t.lane_plan.pieces, _by_piece(t), strict=True):
             records.setdefault(piece.req_id, []).append(
                 Record(piece.watch.index, t.lane_plan.at(piece), own, t.values is None)
@@ -136,6 +142,34 @@ def _stream_or_heads(
         return Taken(lane_plan, _reduced(lane_plan, _rows(lane_plan, plan, bank, facts, shard)))
     rows = _rows(lane_plan, plan, bank, facts, shard, pieces=len(lane_plan.pieces))
     return Taken(lane_plan, rows.reshape(-1), (tuple(rows.shape[1:]),) * len(lane_plan.pieces))
+
+
+def _few(
+    lane_plan: LanePlan, bank: SiteBank, facts: ModelFacts, transfer: Transfer, shard: Shard
+) -> Taken | None:
+    """Few rows that lie together, sent to the host by one kernel; None if these are not such."""
+    lane, pieces, index = lane_plan.lane, lane_plan.pieces, next(iter(lane_plan.index.values()))
+    kind = lane.reduce[0] if lane.reduce is not None else None
+    heads = site(lane.site).kind == "head"
+    if lane.heads is not None or (heads and (kind is not None or shard.size > 1)) or shard.rank:
+        return None
+    if len(lane_plan.index) > 1 or not isinstance(index, slice) or not transfer.sends_few(kind):
+        return None
+    n, layers = len(lane_plan.positions), len(lane.layers)
+    like = bank.taken[lane.taps[0]]
+    width, dtype = like.shape[1], like.dtype
+    if kind is not None or lane.dtype == "float32":
+        dtype = torch.float32
+    size = layers * n * (width if kind is None else 1)
+    if size * dtype.itemsize > FEW_BYTES or (kind is None and n > len(pieces)):
+        return None
+    rows, view = bank.rows_of(lane.taps, [index])
+    if not view:
+        return None
+    values = transfer.send_few(rows, size, dtype, kind, pieces[0].watch.reducer)
+    if kind is not None:
+        return Taken(lane_plan, values.view(layers, n), lent=True)
+    return Taken(lane_plan, values, ((layers, 1, *facts.row_shape(lane.site)),) * n, lent=True)
 
 
 def _alike(lane_plan: LanePlan) -> bool:
@@ -188,10 +222,7 @@ def _reduced(lane_plan: LanePlan, rows: Tensor) -> Tensor:
 
 
 def _dot(x: Tensor, vector: Tensor) -> Tensor:
-    """[..., D] x [D], float32. Few rows on a GPU are summed without cuBLAS, which would allocate a workspace
-    for the stream on which they are gathered, when the KV cache has taken the memory."""
-    if x.is_cuda and 2 * x.numel() <= FEW_BYTES:
-        return (x * vector).sum(-1)  # of bfloat16 and float32 torch makes float32, in one launch
+    """[..., D] x [D], float32."""
     return x.float() @ vector
 
 

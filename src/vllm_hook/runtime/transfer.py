@@ -1,20 +1,18 @@
 """Rows leave the device: on a stream of their own, into pinned memory, while the engine goes on.
 
 Rows of a step are gathered behind its forward pass and copied while the next one is prepared; few rows
-are gathered and reduced on one more stream, beside the product that gives the logits. Large
-captures, all prompt rows of many layers, are sent layer by layer as soon as each tap has run, straight
-from its buffer, so that the bus works while later layers compute; such steps run without CUDA graphs
-anyway (longer than any captured size).
+are written to pinned memory by the one kernel that gathers and reduces them. Large captures, all prompt
+rows of many layers, are sent layer by layer as soon as each tap has run, straight from its buffer, so that
+the bus works while later layers compute; such steps run without CUDA graphs anyway (longer than any
+captured size).
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +30,11 @@ logger = logging.getLogger(__name__)
 EARLY_BYTES = 8 << 20
 EARLY_COPY_BYTES = 256 << 10
 
-#: Rows of at most so many bytes a step are gathered beside the engine's own work.
-FEW_BYTES = 4 << 20
+#: Values of at most so many bytes are written to the host by a kernel, on the engine's stream. It takes as
+#: long as a copy there (5 us for 256 KB), but is one launch.
+FEW_BYTES = 512 << 10
+#: Places for them from the start: the host may be so many steps ahead of what is read.
+_PLACES = 3
 
 
 class Transfer:
@@ -42,50 +43,90 @@ class Transfer:
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None
-        self._beside = torch.cuda.Stream(device) if on_gpu else None
         self._early: dict[int, tuple[list[Tensor], set[int]]] = {}
         self._keys: list[int] = []
         self._homes: dict[int, Tensor] = {}
         self._busy: torch.cuda.Event | None = None
-        self._gathered: torch.cuda.Event | None = None
+        self._free = [self._place() for _ in range(_PLACES)] if on_gpu else []
+        self._lent: list[Tensor] = []
 
-    def beside(self, plan: StepPlan, bank: SiteBank, sharded: bool) -> AbstractContextManager[Any]:
-        """Right behind a forward pass: where its rows are gathered. Few rows of buffers of ours have a stream
-        of their own, which never waits for large copies; more of them would need memory there that the
-        engine has for itself, and attention reads what the next step changes. ``sharded``: ranks meet on the
-        engine's stream."""
-        if self._beside is None or not _few(plan, bank, sharded):
-            return nullcontext()
-        self._beside.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._beside)
-
-    def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        """Host copies that hold the values once the event has come; what is on the host stays as it is."""
+    def start(self, tensors: Sequence[Tensor], early: bool) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """Host copies that hold the values once the event has come; what is on the host stays as it is.
+        ``early``: other rows of the step were sent early."""
         if self._stream is None:
             return list(tensors), None
         current = torch.cuda.current_stream()
-        few = current == self._beside
-        stream = current if few else self._stream
-        if not few:
-            stream.wait_stream(current)
-        with nullcontext() if few else torch.cuda.stream(stream):
+        event = torch.cuda.Event()
+        if not early and not any(tensor.is_cuda for tensor in tensors):
+            event.record(current)
+            return list(tensors), event
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             out = []
             for tensor in tensors:
-                if tensor.is_cuda and not few:
-                    tensor.record_stream(stream)
+                if tensor.is_cuda:
+                    tensor.record_stream(self._stream)
                 out.append(tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor)
-            event = torch.cuda.Event()
             event.record()
-        if few:
-            self._gathered = event
         return out, event
 
-    def wait_for_few(self) -> None:
-        """A step begins: behind what was gathered beside the last. It reads buffers that are written again,
-        and tensors of programs that may be let go of."""
-        if self._gathered is not None:
-            torch.cuda.current_stream().wait_event(self._gathered)
-            self._gathered = None
+    # -- few rows ---------------------------------------------------------------------------
+
+    def sends_few(self, kind: str | None) -> bool:
+        """Whether there is a kernel for rows that are reduced so."""
+        return self._stream is not None and kind != "sae"
+
+    def send_few(
+        self,
+        rows: Tensor,
+        size: int,
+        dtype: torch.dtype,
+        kind: str | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Where the ``size`` values of ``rows`` (see :func:`vllm_hook.ops.triton_send.send`) will be, on the
+        host: in memory that is lent until :meth:`take_back`. One kernel after the other writes there, on
+        the engine's stream, so what nobody reads any more may be written again at once."""
+        from ..ops.triton_send import send
+
+        place = self._free.pop() if self._free else self._place()
+        self._lent.append(place)
+        values = place[: size * dtype.itemsize].view(dtype)
+        send(rows, values, kind, tensors)
+        return values
+
+    def lent(self) -> list[Tensor]:
+        """The memory that this step was lent, which whoever reads it gives back."""
+        lent, self._lent = self._lent, []
+        return lent
+
+    def take_back(self, lent: Sequence[Tensor]) -> None:
+        self._free.extend(lent)
+
+    def _place(self) -> Tensor:
+        return torch.empty(FEW_BYTES, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def warm_up(self, bank: SiteBank) -> None:
+        """Have the kernels for few rows compiled before a request needs them."""
+        for name, rows in bank.samples():
+            vector = torch.zeros(rows.shape[2], device=rows.device)
+            bias = vector[:1]
+            for dtype in {rows.dtype, torch.float32}:
+                self._warm(rows, dtype, None, {})
+            if site(name).kind != "head":
+                linear = {"weight": vector, "bias": bias}
+                self._warm(rows, torch.float32, "norm", {})
+                self._warm(rows, torch.float32, "projection", {"unit": vector})
+                self._warm(rows, torch.float32, "cosine", {"unit": vector})
+                self._warm(rows, torch.float32, "probe", linear)
+                self._warm(rows, torch.float32, "probe", {**linear, "mean": vector, "scale": vector})
+
+    def _warm(
+        self, rows: Tensor, dtype: torch.dtype, kind: str | None, tensors: Mapping[str, Tensor]
+    ) -> None:
+        if self.sends_few(kind):
+            self.send_few(rows, rows.shape[2] if kind is None else 1, dtype, kind, tensors)
+            self.take_back(self.lent())
 
     # -- large captures ---------------------------------------------------------------------
 
@@ -176,21 +217,6 @@ class Transfer:
             assert self._stream is not None
             self._busy = torch.cuda.Event()
             self._busy.record(self._stream)
-
-
-def _few(plan: StepPlan, bank: SiteBank, sharded: bool) -> bool:
-    """Whether a step takes little, and nothing that has to be gathered on the engine's stream."""
-    size = 0
-    for lane_plan in plan.lanes:
-        kind, reduce = site(lane_plan.lane.site).kind, lane_plan.lane.reduce
-        if kind == "attention" or (kind == "head" and sharded):
-            return False
-        if reduce is not None and reduce[0] == "sae":  # a product, whose library would take memory there
-            return False
-        taps = lane_plan.lane.taps
-        buf = bank.taken[taps[0]]
-        size += len(lane_plan.positions) * len(taps) * buf.shape[1] * buf.element_size()
-    return size <= FEW_BYTES
 
 
 def _as_taken(lane_plan: LanePlan) -> bool:
