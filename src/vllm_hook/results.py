@@ -175,7 +175,7 @@ class HookResult:
     ) -> None:
         self.errors: dict[str, str] = dict(errors or {})
         self.observed: ById[Observed] = ById(observed, self.errors, "observation")
-        unscored = {k: message for k, message in self.errors.items() if k not in dict(observed or {})}
+        unscored = {k: message for k, message in self.errors.items() if k not in (observed or {})}
         self.scores: ById[Score] = ById(scores, unscored, "score")
         self.stopped_by = stopped_by
         self.tags: list[str] = list(tags or [])

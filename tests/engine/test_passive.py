@@ -199,8 +199,19 @@ def test_installed_but_not_configured_is_vllm_without_us(tiny_dir, mode, dtype):
     without = in_a_process(model, mode, dtype=dtype, VLLM_PLUGINS="")
     assert "vllm_hook.engine.plugin" in with_plugin["modules"]
     assert without["modules"] == []
-    assert with_plugin["outs"] == without["outs"]
     assert with_plugin["ours"] == []
+    if torch.cuda.is_available() and mode == "compiled":
+        # Two processes without us are not alike there: of five starts two gave one set of bits and three
+        # another, whether they had compiled or loaded what another had (one step of 40, by 2.5e-4).
+        for mine, theirs in zip(with_plugin["outs"], without["outs"], strict=True):
+            assert mine["tokens"] == theirs["tokens"]
+            assert logprobs(mine) == pytest.approx(logprobs(theirs), abs=2e-3)
+        return
+    assert with_plugin["outs"] == without["outs"]
+
+
+def logprobs(out):
+    return [float.fromhex(bits) for step in out["bits"] for _, bits in step]
 
 
 def test_engine_core_in_a_process_of_its_own(tiny_dir):

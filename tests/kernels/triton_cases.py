@@ -211,44 +211,51 @@ RULES = {
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_equals_the_definition(rule, mass, layout, dtype):
+    """Heads of four layers: two alike, one with another rule, one at an odd address."""
     torch.manual_seed(1)
     page, kv_heads, heads, width = 4, 2, 8, 24
     lengths = [150, 3]
     tables = torch.tensor([[*range(39, 1, -1)], [0, 1] + [0] * 36], dtype=torch.int32, device=DEVICE)
     shape = (40, page, kv_heads, 2 * width) if layout == "NHD" else (40, kv_heads, page, 2 * width)
-    cache = torch.randn(shape, device=DEVICE).to(dtype)
-    logical = cache.transpose(1, 2) if layout == "NHD" else cache
-    own = RULES[rule]
-    own = AttentionRule(
-        own.scale, own.window, own.soft_cap,
-        None if own.sinks is None else own.sinks.to(DEVICE),
-        None if own.alibi is None else own.alibi.to(DEVICE),
-    )  # fmt: skip
-    paged = PagedKeys(logical, tables, heads // kv_heads, own)
-    q = torch.randn(5, heads, width, device=DEVICE).to(dtype)
     queries = [
-        Query(0, np.asarray([147, 149, 20]), 0, [[(0, 4), (10, 130)], [(149, 150)], [(148, 200)]]),
+        Query(0, np.asarray([20, 147, 149]), 0, [[(0, 4), (10, 130)], [(149, 150)], [(148, 200)]]),
         Query(3, np.asarray([1, 2]), 1, [[(0, 2)]]),
     ]
-    queries[0] = Query(0, np.asarray([20, 147, 149]), 0, queries[0].spans)
-    listed = torch.tensor([[5, 1], [0, 0], [7, 2]], dtype=torch.int32, device=DEVICE)
-    table = row_table(queries, 3, mass, DEVICE)
+    chosen = [[(5, 1), (0, 0)], [(7, 2), (2, 5)], [(3, 3)], [(6, 4)]]  # (head, place), layer by layer
+    layers = []
+    for i, own in enumerate(chosen):
+        cache = torch.randn(40 * page * kv_heads * 2 * width + 1, device=DEVICE).to(dtype)
+        cache = cache[int(i == 3) :][: 40 * page * kv_heads * 2 * width].view(shape)
+        logical = cache.transpose(1, 2) if layout == "NHD" else cache
+        there = on_device(RULES[rule] if i != 2 else AttentionRule(0.3, window=7))
+        q = torch.randn(5, heads, width, device=DEVICE).to(dtype)
+        layers.append((q, own, PagedKeys(logical, tables, heads // kv_heads, there)))
+    table = row_table(queries, 6, mass, DEVICE)
     out = torch.zeros(sum(a * b * c for a, b, c in table.shapes), device=DEVICE)
-    paged_attention(q, listed, table, paged, mass, out)
+    for _ in range(2):  # tables of the second call are those of the first
+        out.zero_()
+        paged_attention(layers, table, mass, out)
     at = 0
     for query, shape, keys in zip(queries, table.shapes, lengths, strict=True):
         mine = out[at : at + shape[0] * shape[1] * shape[2]].view(shape)
         at += mine.numel()
-        k, _ = paged.gather(query.batch_index, keys)
-        rows = q[query.first : query.first + len(query.positions)]
-        chosen = torch.tensor([0, 5, 7], device=DEVICE)
-        probs = reference.attention(rows, k, torch.as_tensor(query.positions, device=DEVICE), chosen, own)
-        want = probs
-        if mass:
-            want = torch.stack(
-                [sum(probs[:, :, a:b].sum(-1) for a, b in span) for span in query.spans], dim=-1
-            )
-        torch.testing.assert_close(mine, want[:, :, : shape[2]], rtol=2e-4, atol=2e-5)
+        for q, own, paged in layers:
+            k, _ = paged.gather(query.batch_index, keys)
+            rows = q[query.first : query.first + len(query.positions)]
+            positions = torch.as_tensor(query.positions, device=DEVICE)
+            heads_there = torch.tensor([head for head, _ in own], device=DEVICE)
+            want = probs = reference.attention(rows, k, positions, heads_there, paged.rule)
+            if mass:
+                want = torch.stack(
+                    [sum(probs[:, :, a:b].sum(-1) for a, b in span) for span in query.spans], dim=-1
+                )
+            places = [place for _, place in own]
+            torch.testing.assert_close(mine[places], want[:, :, : shape[2]], rtol=2e-4, atol=2e-5)
+
+
+def on_device(rule):
+    sinks, alibi = (None if x is None else x.to(DEVICE) for x in (rule.sinks, rule.alibi))
+    return AttentionRule(rule.scale, rule.window, rule.soft_cap, sinks, alibi)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,10 +7,9 @@ touched; all others pass through unchanged.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from safetensors.torch import save as save_safetensors
@@ -57,6 +56,22 @@ RESOLVED_KEPT = 512
 def _by_token(resolved: ResolvedProgram) -> bool:
     """Whether rows were chosen by what the prompt's tokens are."""
     return any(o.token_ids for o in resolved.observations) or any(e.token_ids for e in resolved.edits)
+
+
+class _Held:
+    """Gives back once what is held for a request: when it is called, or when nobody is left to call."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._left = [release]
+
+    def __call__(self) -> None:
+        try:
+            release = self._left.pop()
+        except IndexError:
+            return
+        release()
+
+    __del__ = __call__
 
 
 class Frontend:
@@ -152,7 +167,8 @@ class Frontend:
             )
         with self._lock:  # from here on the workers keep what these programs need
             programs, spec = self._select(extra)
-            self._in_use.update(p.digest for p in programs)
+            for program in programs:
+                self._in_use[program.digest] += 1
         try:
             return self._admit(programs, spec, request_id, prompt, params, *args, **kwargs)
         except BaseException:
@@ -204,6 +220,10 @@ class Frontend:
     ) -> Context:
         """Spans and rows of a request's programs on its final tokens."""
         overrides = dict(spec.spans) if spec is not None else {}
+        scalars = tuple(sorted(spec.set.items())) if spec is not None and spec.set else ()
+        key = (tuple([p.digest for p in programs]), len(token_ids), scalars)
+        if not overrides and (found := self._resolved.get(key)) is not None:
+            return found.of(tuple(token_ids))
         known = {name for p in programs for name in p.checked.spans}
         if unknown := sorted(key for key in overrides if split_span_ref(key)[0] not in known):
             raise ProgramError(
@@ -215,12 +235,6 @@ class Frontend:
             for p in programs
             for name, span in p.checked.spans.items()
         )
-        key = None
-        if not with_text and not overrides:  # then only the length of the prompt matters
-            scalars = tuple(sorted(spec.set.items())) if spec is not None else ()
-            key = (tuple(p.digest for p in programs), len(token_ids), scalars)
-            if (found := self._resolved.get(key)) is not None:
-                return replace(found, prompt_ids=tuple(token_ids))
         view = read_prompt(prompt, token_ids, self._inputs.tokenizer, with_text)
         uses = []
         lanes: list[Lane] = []
@@ -238,10 +252,11 @@ class Frontend:
         observed = [o for use in uses for o in use.resolved.observations]
         data = payload(observed, lanes, len(token_ids), edits)
         context = Context(tuple(uses), tuple(lanes), tuple(token_ids), edits, data)
-        if key is not None and not any(_by_token(use.resolved) for use in uses):
+        if not (with_text or overrides or any(_by_token(use.resolved) for use in uses)):
+            # Only the length of the prompt matters.
             if len(self._resolved) >= RESOLVED_KEPT:
                 self._resolved.clear()
-            self._resolved[key] = replace(context, prompt_ids=())
+            self._resolved[key] = context.of(())
         return context
 
     def _hold(self, context: Context, samples: int) -> Callable[[], Any]:
@@ -257,9 +272,7 @@ class Frontend:
                 self._row_gates += gates
                 self._entries += entries
         digests = [use.digest for use in context.uses]
-        release = weakref.finalize(context, self._release, digests, vectors, gates, entries)
-        release.atexit = False
-        return release
+        return _Held(partial(self._release, digests, vectors, gates, entries))
 
     def _check_slots(self, vectors: frozenset[tuple[str, str]], gates: int, entries: int) -> None:
         """Vectors and gates by row of running requests hold slots; scalars take none."""

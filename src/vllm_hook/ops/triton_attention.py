@@ -1,4 +1,4 @@
-"""Attention of chosen rows and heads over the paged KV cache, on GPUs: two launches a layer.
+"""Attention of chosen rows and heads over the paged KV cache, on GPUs: two launches for all layers alike.
 
 The first puts scaled, masked logits of every (row, head) into a workspace, in tiles of keys; the
 second takes the softmax of each and writes its sums over spans, or the whole row. Keys are read
@@ -10,14 +10,19 @@ Rows are described by eight int32 each::
 
 ``RANGES``: where the row's (start, end, span) triples begin; ``OUT``: where its results begin, those
 of the w-th head as listed ``w * HEAD_STRIDE`` further on; ``WIDTH``: spans, or keys for whole rows.
+
+Heads by three: head of q, its place in the list, its layer among those of the launch. The queries and
+caches of these lie ``shifts[layer]`` elements from those of the first, which keeps to the compiler what
+it knows of their alignment.
 """
 
 # Kernels are no Python functions: their arguments have no types that a checker could know.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -27,9 +32,14 @@ from torch import Tensor
 
 from .attention import PagedKeys, Range
 
+#: One layer: q [N, H, D], (head of q, place in the list of heads) of those chosen, and its cache.
+Layer = tuple[Tensor, Sequence[tuple[int, int]], PagedKeys]
+
 ROW_INTS = 8
 #: Bytes of logits held at a time; more rows are taken in turns.
 WORKSPACE_BYTES = 64 << 20
+#: Tensors at other addresses are no distance apart of which the compiler may be told.
+_ALIGNED = 32
 _KEYS = 64
 _REDUCE = 1024
 
@@ -100,6 +110,7 @@ def _logits_kernel(
     blocks_row,
     rows,
     heads,
+    shifts,
     logits,
     logits_row,
     slopes,
@@ -120,7 +131,10 @@ def _logits_kernel(
     position = tl.load(rows + r * 8 + 1)
     start = tl.program_id(1) * BLOCK_K
     if start <= position:
-        head = tl.load(heads + 2 * h)
+        head = tl.load(heads + 3 * h)
+        layer = tl.load(heads + 3 * h + 2)
+        q += tl.multiple_of(tl.load(shifts + 2 * layer), 8)
+        kv += tl.multiple_of(tl.load(shifts + 2 * layer + 1), 8)
         keys = start + tl.arange(0, BLOCK_K)
         seen = (keys <= position) & (keys > position - window)
         page = tl.load(blocks + tl.load(rows + r * 8 + 2) * blocks_row + keys // PAGE, mask=seen, other=0)
@@ -166,7 +180,7 @@ def _reduce_kernel(
         top = tl.maximum(top, x)
     highest = tl.max(top, 0)
     if SINKS:
-        sink = tl.load(sinks + tl.load(heads + 2 * h)).to(tl.float32)
+        sink = tl.load(sinks + tl.load(heads + 3 * h)).to(tl.float32)
         highest = tl.maximum(highest, sink)
     sums = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, keys, BLOCK):
@@ -176,7 +190,7 @@ def _reduce_kernel(
     if SINKS:
         total += tl.exp(sink - highest)
     base = (
-        out + tl.load(rows + r * 8 + 5) + tl.load(heads + 2 * h + 1).to(tl.int64) * tl.load(rows + r * 8 + 6)
+        out + tl.load(rows + r * 8 + 5) + tl.load(heads + 3 * h + 1).to(tl.int64) * tl.load(rows + r * 8 + 6)
     )
     if MASS:
         first, n = tl.load(rows + r * 8 + 3), tl.load(rows + r * 8 + 4)
@@ -196,28 +210,47 @@ def _reduce_kernel(
             tl.store(base + start + k, tl.exp(x - highest) / total, mask=start + k < keys)
 
 
-def paged_attention(
-    q_NHD: Tensor, heads: Tensor, table: RowTable, paged: PagedKeys, mass: bool, out: Tensor
-) -> None:
-    """Attention of all rows of ``table`` for the heads of one layer, into ``out`` (flat, zeros).
+def paged_attention(layers: Iterable[Layer], table: RowTable, mass: bool, out: Tensor) -> None:
+    """Attention of all rows of ``table`` for the heads of each layer, into ``out`` (flat, zeros). Equals
+    :func:`vllm_hook.ops.reference.attention`, summed over spans with ``mass``."""
+    alike: dict[object, list[Layer]] = {}
+    for layer in layers:
+        alike.setdefault(_kind(layer), []).append(layer)
+    for group in alike.values():
+        _together(group, table, mass, out)
 
-    heads: int32 [n, 2], (head of q, place in the list of heads). Equals
-    :func:`vllm_hook.ops.reference.attention`, summed over spans with ``mass``.
-    """
-    count, n_heads = table.rows.shape[0], heads.shape[0]
-    width = q_NHD.shape[2]
-    rule = paged.rule
-    step = max(1, WORKSPACE_BYTES // (4 * n_heads * table.longest))
-    workspace = torch.empty(
-        min(step, count) * n_heads, table.longest, dtype=torch.float32, device=q_NHD.device
+
+def _kind(layer: Layer) -> object:
+    """Layers of one kind can be read by one launch."""
+    q, _, paged = layer
+    cache, rule = paged.cache, paged.rule
+    own = rule.sinks is not None or rule.alibi is not None or (q.data_ptr() | cache.data_ptr()) % _ALIGNED
+    return (
+        *(id(paged) if own else None, q.dtype, q.shape, q.stride(), cache.dtype, cache.shape, cache.stride()),
+        *(paged.block_table.data_ptr(), paged.group, rule.scale, rule.soft_cap, rule.window),
     )
-    kv = paged.cache
+
+
+def _together(layers: Sequence[Layer], table: RowTable, mass: bool, out: Tensor) -> None:
+    q, _, paged = layers[0]
+    kv, rule = paged.cache, paged.rule
+    shifts = tuple(
+        (
+            (x.data_ptr() - q.data_ptr()) // q.element_size(),
+            (p.cache.data_ptr() - kv.data_ptr()) // kv.element_size(),
+        )
+        for x, _, p in layers
+    )
+    heads, moved = _tables(tuple(tuple(chosen) for _, chosen, _ in layers), shifts, q.device)
+    count, n_heads, width = table.rows.shape[0], heads.shape[0], q.shape[2]
+    step = max(1, WORKSPACE_BYTES // (4 * n_heads * table.longest))
+    workspace = torch.empty(min(step, count) * n_heads, table.longest, dtype=torch.float32, device=q.device)
     for a in range(0, count, step):
         rows = table.rows[a : a + step]
         items = rows.shape[0] * n_heads
         _logits_kernel[(items, triton.cdiv(table.longest, _KEYS))](
-            q_NHD, q_NHD.stride(0), kv, kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
-            paged.block_table, paged.block_table.stride(0), rows, heads, workspace, table.longest,
+            q, q.stride(0), kv, kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
+            paged.block_table, paged.block_table.stride(0), rows, heads, moved, workspace, table.longest,
             workspace if rule.alibi is None else rule.alibi, n_heads, paged.group, rule.scale,
             rule.soft_cap or 0.0, rule.window or 1 << 30,
             D=width, PAGE=kv.shape[2], BLOCK_D=triton.next_power_of_2(width), BLOCK_K=_KEYS,
@@ -228,3 +261,15 @@ def paged_attention(
             workspace if rule.sinks is None else rule.sinks, n_heads,
             BLOCK=_REDUCE, SINKS=rule.sinks is not None, MASS=mass,
         )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _tables(
+    chosen: tuple[tuple[tuple[int, int], ...], ...], shifts: tuple[tuple[int, int], ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Heads and shifts on the device. An observation has the same in nearly every step."""
+    heads = [(head, place, layer) for layer, own in enumerate(chosen) for head, place in own]
+    found = torch.tensor(heads, dtype=torch.int32), torch.tensor(shifts, dtype=torch.int64)
+    if device.type == "cuda":
+        found = tuple(x.pin_memory().to(device, non_blocking=True) for x in found)  # type: ignore[assignment]
+    return found

@@ -306,15 +306,11 @@ def _read_paged(
     out: Tensor,
     listed: int,
 ) -> None:
-    """GPU: all rows of a layer at once."""
+    """GPU: all rows at once."""
     from ..ops.triton_attention import Query, paged_attention, row_table
 
     queries = [Query(p.a, lane_plan.at(p), p.batch_index, p.watch.spans) for p in lane_plan.pieces]
     table = row_table(queries, listed, mass, out.device)
-    packed = _on(np.asarray([m for members in heads.values() for m in members], dtype=np.int32), out.device)
-    assert isinstance(packed, Tensor)
-    at = 0
-    for layer, members in heads.items():
-        mine = packed[at : at + len(members)]
-        at += len(members)
-        paged_attention(rows[layer], mine, table, pages.paged(layer), mass, out)
+    paged_attention(
+        ((rows[layer], own, pages.paged(layer)) for layer, own in heads.items()), table, mass, out
+    )

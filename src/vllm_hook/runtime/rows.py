@@ -49,6 +49,8 @@ class Chunk:
 
 #: Steps after which the members of a block are given their rows: none keeps the others' for long.
 BLOCK_STEPS = 64
+#: Blocks of at most so many bytes are shared for good: a copy for each member would cost more than it frees.
+SHARED_BYTES = 64 << 10
 
 
 class Block:
@@ -75,7 +77,10 @@ class Block:
             self._positions.clear()
             self._values.clear()
         positions, rows_of = self._whole
-        return Record(self.members[i][1], positions[i].copy(), rows_of[i].clone(), alone=True)
+        own = rows_of[i]
+        if own.nbytes * len(rows_of) > SHARED_BYTES:
+            own = own.clone()
+        return Record(self.members[i][1], positions[i], own, alone=True)
 
 
 class Blocks:
@@ -149,7 +154,7 @@ class Rows:
 
     def joined(self) -> tuple[np.ndarray, Tensor]:
         """Positions in the order in which they came, and their rows on dim 1."""
-        positions = np.concatenate(self._positions)
+        positions = self._positions[0] if len(self._positions) == 1 else np.concatenate(self._positions)
         if self._whole is not None:
             return positions, self._whole[:, : self._n]
         parts = self._parts
