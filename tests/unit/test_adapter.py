@@ -1,12 +1,23 @@
-"""What the adapters of both model runners share."""
+"""What the adapters of both model runners share, and what leaves a step and a request."""
 
+import copy
+import pickle
 import resource
 import sys
+import threading
+from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_hook.engine import adapter
+from vllm_hook.engine.frontend import _Held
+from vllm_hook.engine.receive import Payload
+from vllm_hook.engine.runner import OUTPUT_KEY, RunnerHook
+from vllm_hook.runtime.rows import Record
 
 
 def inner(x):
@@ -58,3 +69,52 @@ def test_steps_with_a_prompt_have_room(tokens, roomy):
     )
     assert Adapter().run_step(lambda new: 0, step, extra=5) == 5
     assert ran == [roomy]
+
+
+class Later(AsyncModelRunnerOutput):
+    """An asynchronous output of the engine."""
+
+    def get_output(self):
+        return SimpleNamespace()
+
+
+def test_rows_that_are_read_when_the_engine_is_shut_down():
+    """The hook is empty then; the memory that was lent is given back all the same."""
+    hook = object.__new__(RunnerHook)
+    back = []
+    hook._taken, hook._copied, hook._lost = [], None, {"a": "lost"}
+    hook.transfer = SimpleNamespace(lent=lambda: ["place"], take_back=back.append)
+    output = hook.attach(Later())
+    vars(hook).clear()
+    assert getattr(output.get_output(), OUTPUT_KEY) == ({}, [], {"a": "lost"})
+    assert back == [["place"]]
+
+
+def test_workers_in_other_processes_are_sent_plain_data():
+    """Of a request's payload the front end keeps what it needs besides: locks, too."""
+    data = Payload({"watch": []})
+    data.context, data.samples = object(), 1
+    data.release = _Held(partial(lambda lock: None, threading.RLock()))
+    sent = pickle.loads(pickle.dumps(data))
+    assert (type(sent), sent) == (dict, {"watch": []})
+    assert copy.deepcopy({"p": data})["p"] is data
+
+
+def test_what_is_held_is_given_back_once():
+    told = []
+    held = _Held(lambda: told.append(1))
+    held()
+    held()
+    del held
+    assert told == [1]
+    _Held(lambda: told.append(2))
+    assert told == [1, 2]
+
+
+def test_a_request_does_not_carry_the_rows_of_its_neighbour():
+    """Pickle writes all of the memory of a tensor."""
+    whole = torch.arange(8.0).view(2, 1, 4)
+    for half in whole:
+        own = Record(0, np.zeros(1), half[None]).owned().values
+        assert own.untyped_storage().nbytes() == own.nbytes == 16
+    assert Record(0, np.zeros(1), whole).owned().values.data_ptr() == whole.data_ptr()

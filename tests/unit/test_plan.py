@@ -231,12 +231,9 @@ def test_rows_of_many_requests_travel_together():
     check(engine, watches, {0: 9, 1: 7, 2: 9})
 
 
-@pytest.mark.parametrize("shared", [0, 48])
-def test_nobody_keeps_the_rows_of_neighbours_for_long(monkeypatch, shared):
-    """Blocks are handed out when they are full, or when who shares them changes; each row is its owner's,
-    but in small blocks."""
+def test_nobody_keeps_the_rows_of_neighbours_for_long(monkeypatch):
+    """Blocks are handed out when they are full, or when who shares them changes; each row is its owner's."""
     monkeypatch.setattr(rows_module, "BLOCK_STEPS", 4)
-    monkeypatch.setattr(rows_module, "SHARED_BYTES", shared)
     engine, watches = decoding(3, lane=Lane("resid_pre", (1,), reduce=("norm",)))
     for at in range(3, 12):
         engine.step([(r, at, 1) for r in range(3)])
@@ -247,7 +244,7 @@ def test_nobody_keeps_the_rows_of_neighbours_for_long(monkeypatch, shared):
     check(engine, watches, {0: 15, 1: 12, 2: 15})
     for records in engine.rows.values():
         for record in records[1:]:  # the first came in the prompt
-            assert record.values.untyped_storage().nbytes() <= max(shared, record.values.numel() * 4)
+            assert record.values.untyped_storage().nbytes() == record.values.numel() * 4
 
 
 def test_what_was_run_in_moved_steps_is_known_after_a_preemption():

@@ -25,6 +25,14 @@ class Payload(dict):
     release: Callable[[], Any]
     samples: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Workers in other processes are sent what serializers see."""
+        return dict, (dict(self),)
+
+    def __deepcopy__(self, memo: Any) -> Payload:
+        """Nobody changes it, and what is held is held once."""
+        return self
+
     def ended(self) -> None:
         """One sample has ended. (Garbage collection would release as well, but late.)"""
         self.samples -= 1

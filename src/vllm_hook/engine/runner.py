@@ -222,7 +222,8 @@ class RunnerHook:
         lost, self._lost = self._lost, {}
         if not taken and not lost:
             return output
-        lent = self.transfer.lent()
+        transfer = self.transfer  # the output may be read when this is closed
+        lent = transfer.lent()
 
         def rows() -> StepRows:
             try:
@@ -234,7 +235,7 @@ class RunnerHook:
                 message = f"failed in the worker: {type(error).__name__}: {error}"
                 return {}, [], {**lost, **{p.req_id: message for t in taken for p in t.lane_plan.pieces}}
             finally:
-                self.transfer.take_back(lent)
+                transfer.take_back(lent)
 
         if isinstance(output, AsyncModelRunnerOutput):
             return _LaterOutput(output, rows)

@@ -217,7 +217,8 @@ def paged_attention(layers: Iterable[Layer], table: RowTable, mass: bool, out: T
     for layer in layers:
         alike.setdefault(_kind(layer), []).append(layer)
     for group in alike.values():
-        _together(group, table, mass, out)
+        for run in _runs(group, WORKSPACE_BYTES // (4 * table.longest)):
+            _together(run, table, mass, out)
 
 
 def _kind(layer: Layer) -> object:
@@ -229,6 +230,20 @@ def _kind(layer: Layer) -> object:
         *(id(paged) if own else None, q.dtype, q.shape, q.stride(), cache.dtype, cache.shape, cache.stride()),
         *(paged.block_table.data_ptr(), paged.group, rule.scale, rule.soft_cap, rule.window),
     )
+
+
+def _runs(layers: Sequence[Layer], most: int) -> list[list[Layer]]:
+    """Layers in order, at most so many heads together, so that the logits of a row fit the workspace."""
+    runs: list[list[Layer]] = []
+    heads = 0
+    for layer in layers:
+        own = len(layer[1])
+        if not runs or heads + own > most:
+            runs.append([])
+            heads = 0
+        runs[-1].append(layer)
+        heads += own
+    return runs
 
 
 def _together(layers: Sequence[Layer], table: RowTable, mass: bool, out: Tensor) -> None:

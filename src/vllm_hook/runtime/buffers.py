@@ -152,6 +152,11 @@ class SiteBank:
         each = indices if len(indices) > 1 else [index] * len(keys)
         return torch.stack([self.rows(*own) for own in zip(keys, each, strict=True)]), False
 
+    def view_of(self, keys: tuple[Key, ...], index: slice) -> Tensor | None:
+        """The same as a view, if there is one."""
+        own = self._together(keys)
+        return None if own is None else own[0][own[1], index]
+
     def samples(self) -> list[tuple[str, Tensor]]:
         """For each piece of memory that rows are taken into: its site and one row of it, [1, 1, width]."""
         stacks = {id(stack): (key[0], stack[:1, :1]) for key, (stack, _) in self._stacks.items()}

@@ -23,7 +23,7 @@ from .buffers import SiteBank
 from .plan import LanePlan, Piece, StepPlan
 from .rows import Chunk, Record
 from .shard import Shard
-from .transfer import FEW_BYTES, Transfer
+from .transfer import Transfer
 
 #: Rows of at most this many bytes travel together with those of other requests. A request keeps the
 #: rows of its neighbours until it ends, so this is not for large ones.
@@ -153,7 +153,7 @@ def _few(
     heads = site(lane.site).kind == "head"
     if lane.heads is not None or (heads and (kind is not None or shard.size > 1)) or shard.rank:
         return None
-    if len(lane_plan.index) > 1 or not isinstance(index, slice) or not transfer.sends_few(kind):
+    if len(lane_plan.index) > 1 or not isinstance(index, slice):
         return None
     n, layers = len(lane_plan.positions), len(lane.layers)
     like = bank.taken[lane.taps[0]]
@@ -161,10 +161,10 @@ def _few(
     if kind is not None or lane.dtype == "float32":
         dtype = torch.float32
     size = layers * n * (width if kind is None else 1)
-    if size * dtype.itemsize > FEW_BYTES or (kind is None and n > len(pieces)):
+    if not transfer.sends_few(kind, size * dtype.itemsize) or (kind is None and n > len(pieces)):
         return None
-    rows, view = bank.rows_of(lane.taps, [index])
-    if not view:
+    rows = bank.view_of(lane.taps, index)
+    if rows is None:
         return None
     values = transfer.send_few(rows, size, dtype, kind, pieces[0].watch.reducer)
     if kind is not None:

@@ -49,8 +49,6 @@ class Chunk:
 
 #: Steps after which the members of a block are given their rows: none keeps the others' for long.
 BLOCK_STEPS = 64
-#: Blocks of at most so many bytes are shared for good: a copy for each member would cost more than it frees.
-SHARED_BYTES = 64 << 10
 
 
 class Block:
@@ -77,10 +75,7 @@ class Block:
             self._positions.clear()
             self._values.clear()
         positions, rows_of = self._whole
-        own = rows_of[i]
-        if own.nbytes * len(rows_of) > SHARED_BYTES:
-            own = own.clone()
-        return Record(self.members[i][1], positions[i], own, alone=True)
+        return Record(self.members[i][1], positions[i], rows_of[i].clone(), alone=True)
 
 
 class Blocks:
@@ -178,9 +173,9 @@ class Rows:
 
 
 def _own(values: Tensor) -> Tensor:
-    """Rows of one request are a view of a step's rows of all requests; do not keep those alive."""
-    whole = values.untyped_storage().nbytes()
-    return values.clone() if whole > 2 * values.numel() * values.element_size() else values
+    """Rows of one request are a view of a step's rows of all requests: do not keep those alive, nor let them
+    be written wherever the request's own are (``torch.save`` and pickle write all of the memory)."""
+    return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
 
 
 def _in_line(first: Tensor, second: Tensor) -> bool:

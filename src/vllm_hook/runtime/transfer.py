@@ -35,6 +35,8 @@ EARLY_COPY_BYTES = 256 << 10
 FEW_BYTES = 512 << 10
 #: Places for them from the start: the host may be so many steps ahead of what is read.
 _PLACES = 3
+#: Values of each lane begin at a multiple of so many bytes.
+_ALIGN = 256
 
 
 class Transfer:
@@ -47,8 +49,10 @@ class Transfer:
         self._keys: list[int] = []
         self._homes: dict[int, Tensor] = {}
         self._busy: torch.cuda.Event | None = None
+        self._places: list[Tensor] = []
         self._free = [self._place() for _ in range(_PLACES)] if on_gpu else []
-        self._lent: list[Tensor] = []
+        self._lent: list[Tensor] = []  # of the step, and how much of it is in use
+        self._used = 0
 
     def start(self, tensors: Sequence[Tensor], early: bool) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """Host copies that hold the values once the event has come; what is on the host stays as it is.
@@ -72,9 +76,12 @@ class Transfer:
 
     # -- few rows ---------------------------------------------------------------------------
 
-    def sends_few(self, kind: str | None) -> bool:
-        """Whether there is a kernel for rows that are reduced so."""
-        return self._stream is not None and kind != "sae"
+    def sends_few(self, kind: str | None, size: int) -> bool:
+        """Whether there is a kernel for rows that are reduced so, and room for so many bytes in this step."""
+        return self._stream is not None and self._has_room(kind, size)
+
+    def _has_room(self, kind: str | None, size: int) -> bool:
+        return kind != "sae" and (self._used if self._lent else 0) + size <= FEW_BYTES
 
     def send_few(
         self,
@@ -85,13 +92,16 @@ class Transfer:
         tensors: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Where the ``size`` values of ``rows`` (see :func:`vllm_hook.ops.triton_send.send`) will be, on the
-        host: in memory that is lent until :meth:`take_back`. One kernel after the other writes there, on
-        the engine's stream, so what nobody reads any more may be written again at once."""
+        host: in memory that is lent until :meth:`take_back`, one place a step. One kernel after the other
+        writes there, on the engine's stream, so what nobody reads any more may be written again at once."""
         from ..ops.triton_send import send
 
-        place = self._free.pop() if self._free else self._place()
-        self._lent.append(place)
-        values = place[: size * dtype.itemsize].view(dtype)
+        if not self._lent:
+            self._lent.append(self._free.pop() if self._free else self._place())
+            self._used = 0
+        start, stop = self._used, self._used + size * dtype.itemsize
+        self._used = -(-stop // _ALIGN) * _ALIGN
+        values = self._lent[0][start:stop].view(dtype)
         send(rows, values, kind, tensors)
         return values
 
@@ -104,7 +114,10 @@ class Transfer:
         self._free.extend(lent)
 
     def _place(self) -> Tensor:
-        return torch.empty(FEW_BYTES, dtype=torch.uint8, pin_memory=self._stream is not None)
+        """Kept for good: PyTorch does not know of kernels that still write there, if nobody gives it back."""
+        place = torch.empty(FEW_BYTES, dtype=torch.uint8, pin_memory=self._stream is not None)
+        self._places.append(place)
+        return place
 
     def warm_up(self, bank: SiteBank) -> None:
         """Have the kernels for few rows compiled before a request needs them."""
@@ -124,8 +137,9 @@ class Transfer:
     def _warm(
         self, rows: Tensor, dtype: torch.dtype, kind: str | None, tensors: Mapping[str, Tensor]
     ) -> None:
-        if self.sends_few(kind):
-            self.send_few(rows, rows.shape[2] if kind is None else 1, dtype, kind, tensors)
+        size = rows.shape[2] if kind is None else 1
+        if self.sends_few(kind, size * dtype.itemsize):
+            self.send_few(rows, size, dtype, kind, tensors)
             self.take_back(self.lent())
 
     # -- large captures ---------------------------------------------------------------------
