@@ -146,14 +146,13 @@ class SiteBank:
         """Rows taken at several layers of a site, [layers, n, width], and whether that is a view.
         ``indices``: one for each layer, or one for all."""
         index = indices[0]
-        if len(indices) == 1 and (own := self._together(keys)) is not None:
-            stack, layers = own
-            return stack[layers, index], isinstance(index, slice)
+        if len(indices) == 1 and (rows := self.together(keys, index)) is not None:
+            return rows, isinstance(index, slice)
         each = indices if len(indices) > 1 else [index] * len(keys)
         return torch.stack([self.rows(*own) for own in zip(keys, each, strict=True)]), False
 
-    def view_of(self, keys: tuple[Key, ...], index: slice) -> Tensor | None:
-        """The same as a view, if there is one."""
+    def together(self, keys: tuple[Key, ...], index: slice | Tensor) -> Tensor | None:
+        """The same without gathering layer by layer, where they lie at even distances; else None."""
         own = self._together(keys)
         return None if own is None else own[0][own[1], index]
 

@@ -163,7 +163,7 @@ def _few(
     size = layers * n * (width if kind is None else 1)
     if not transfer.sends_few(kind, size * dtype.itemsize) or (kind is None and n > len(pieces)):
         return None
-    rows = bank.view_of(lane.taps, index)
+    rows = bank.together(lane.taps, index)
     if rows is None:
         return None
     values = transfer.send_few(rows, size, dtype, kind, pieces[0].watch.reducer)
