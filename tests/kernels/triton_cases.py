@@ -266,34 +266,44 @@ def on_device(rule):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "width"), [(4, 20), (37, 1100)])
 @pytest.mark.parametrize("kind", [None, "norm", "projection", "cosine", "probe", "probe of standard scores"])
-def test_rows_sent_to_the_host_equal_the_definition(kind, dtype):
-    """Rows of every other layer, in memory that the device reaches; nothing beside them is written."""
+def test_rows_sent_to_the_host_equal_the_definition(kind, n, width, dtype):
+    """Rows of every other layer, in memory that the device reaches; nothing beside them is written, and it
+    makes no difference to a row's number which are sent with it."""
     torch.manual_seed(1)
-    stack = (2 * torch.randn(6, 9, 20) + 1).to(dtype)
-    vector, mean, scale, bias = torch.randn(20), torch.randn(20), torch.rand(20) + 0.5, torch.tensor([0.3])
+    stack = (2 * torch.randn(6, n + 5, width) + 1).to(dtype)
+    vector, mean, scale = torch.randn(width), torch.randn(width), torch.rand(width) + 0.5
+    bias = torch.tensor([0.3])
     stack[2, 1] = 0
     tensors = {"unit": vector / vector.norm()}
     if kind and kind.startswith("probe"):
         tensors = {"weight": vector, "bias": bias}
     if kind == "probe of standard scores":
         tensors |= {"mean": mean, "scale": scale}
-    rows = stack[:5:2, :4]
+    rows = stack[:5:2, :n]
     want = {
         None: lambda: rows.transpose(0, 1).float(),
         "norm": lambda: rows.float().norm(dim=-1),
         "projection": lambda: reference.projection(rows, vector),
         "cosine": lambda: reference.cosine(rows, vector),
     }.get(kind, lambda: reference.probe(rows, vector, bias, tensors.get("mean"), tensors.get("scale")))()
-    for out_dtype in {torch.float32, dtype} if kind is None else {torch.float32}:
-        out = torch.full((want.numel() + 3,), -7.0, dtype=out_dtype, pin_memory=DEVICE.type == "cuda")
-        on_device = {name: t.to(DEVICE) for name, t in tensors.items()}
-        send(stack.to(DEVICE)[:5:2, :4], out, kind and kind.split()[0], on_device)
+    on_device = {name: t.to(DEVICE) for name, t in tensors.items()}
+
+    def sent(rows, size, out_dtype):
+        out = torch.full((size + 3,), -7.0, dtype=out_dtype, pin_memory=DEVICE.type == "cuda")
+        send(rows, out, kind and kind.split()[0], on_device)
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         assert (out[-3:] == -7).all()
-        got = out[:-3].view(want.shape).float()
-        torch.testing.assert_close(got, want, **({"rtol": 0, "atol": 0} if kind is None else CLOSE))
+        return out[:-3]
+
+    for out_dtype in {torch.float32, dtype} if kind is None else {torch.float32}:
+        got = sent(stack.to(DEVICE)[:5:2, :n], want.numel(), out_dtype).view(want.shape)
+        torch.testing.assert_close(got.float(), want, **({"rtol": 0, "atol": 0} if kind is None else CLOSE))
+        if kind is not None:
+            alone = sent(stack.to(DEVICE)[:5:2, n - 1 : n], 3, out_dtype)
+            assert torch.equal(alone, got[:, -1])
 
 
 class Sends(Transfer):

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from vllm_hook.engine import receive
@@ -90,7 +90,7 @@ def test_a_stream_carries_it_at_its_end_and_others_never(engine, kind):
 def test_nothing_of_ours_runs_while_tokens_are_streamed(engine):
     engine.add("a", DELTA)
     engine.step("a")
-    assert "_new_request_output" not in vars(engine.outputs.request_states["a"])
+    assert type(engine.outputs.request_states["a"]) is RequestState
 
 
 def test_a_final_output_carries_it(engine):

@@ -123,7 +123,7 @@ def gathered(records):
     rows = Rows(most=40)
     for r in records:
         rows.add(r)
-    return rows
+    return rows.joined()
 
 
 def check(engine, watches_of, lengths):
@@ -430,7 +430,7 @@ def rows_of(chunks, most=6, alone=True):
     rows = Rows(most)
     for positions, values in chunks:
         rows.add(Record(0, positions, values, alone))
-    return rows
+    return rows.joined()
 
 
 def test_chunks_that_lie_behind_each_other_are_not_copied():

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import FinishReason
+from vllm.v1.engine.output_processor import RequestState
 
 from .. import wire
 from ..runtime.requests import AHEAD_KEY, PAYLOAD_KEY
@@ -65,8 +66,8 @@ class Receiver:
         state = self._outputs.request_states[request.request_id]
         state._vllm_hook = collector
         self._running[request.request_id] = data
-        if params.stop:  # then the front end may end it at any token
-            _give_result(state)
+        if params.stop or params.output_kind == RequestOutputKind.FINAL_ONLY:
+            _give_result(state)  # the front end may end it at any token, or makes no output before
         return out
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> Any:
@@ -142,32 +143,34 @@ def _rows(key: Any, positions: np.ndarray, values: Tensor) -> Record | Chunk:
     return Chunk(tuple((req_id, index) for req_id, index in key), positions, values.clone())
 
 
-def _give_result(state: Any) -> None:
-    """Make the state of one sample put the result on its last output, if it is of a request with programs.
-    Not before that output is near, since what is wrapped here runs for every token that is streamed; and
-    once."""
-    collector = getattr(state, "_vllm_hook", None)
-    if collector is None or "_new_request_output" in vars(state):
-        return
-    new_completion, new_request = state._new_completion_output, state._new_request_output
+class _Giving(RequestState):
+    """State of a sample whose result goes on its last output."""
 
-    def _new_completion_output(token_ids: Any, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
-        output = new_completion(token_ids, finish_reason, *args, **kwargs)
+    _vllm_hook: Collector
+
+    def _new_completion_output(self, token_ids: Any, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
+        output = super()._new_completion_output(token_ids, finish_reason, *args, **kwargs)
         if finish_reason is not None:
-            kept = state.detokenizer.output_token_ids
-            output.hook = collector.finish(kept, aborted=finish_reason == FinishReason.ABORT)
+            assert self.detokenizer is not None
+            kept = self.detokenizer.output_token_ids
+            output.hook = self._vllm_hook.finish(kept, aborted=finish_reason == FinishReason.ABORT)
         return output
 
-    def _new_request_output(external_req_id: str, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        output = new_request(external_req_id, outputs, *args, **kwargs)
+    def _new_request_output(self, external_req_id: str, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        output = super()._new_request_output(external_req_id, outputs, *args, **kwargs)
         for o in outputs:
             if o.hook is not None:  # else the class says None
                 output.hook = o.hook
                 break
         return output
 
-    state._new_completion_output = _new_completion_output
-    state._new_request_output = _new_request_output
+
+def _give_result(state: Any) -> None:
+    """Make the state of one sample put the result on its last output, if it is of a request with programs.
+    Not before that output is near, since it runs for every token that is streamed. (A class, as one request
+    in a batch of many that end together has microseconds for this.)"""
+    if hasattr(state, "_vllm_hook"):
+        state.__class__ = _Giving
 
 
 def _extend_outputs() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,16 +67,21 @@ class Block:
         self._values.append(chunk.values)
         self.closed = len(self._values) == BLOCK_STEPS
 
-    def record(self, i: int) -> Record:
-        """All rows of the i-th member. Nothing is added afterwards."""
+    def rows(self, i: int) -> tuple[np.ndarray, Tensor]:
+        """Positions and rows of the i-th member, in memory of its own. Nothing is added afterwards."""
         self.closed = True
         if self._whole is None:
-            rows = torch.stack(self._values).movedim(0, 2).contiguous()  # [members, layers, steps, ...]
-            self._whole = np.stack(self._positions, axis=1), rows.unbind()
+            rows = torch.stack(self._values).movedim(0, 2)  # [members, layers, steps, ...]
+            copies: Any = torch.unbind_copy  # PyTorch's own types say that it returns nothing
+            self._whole = np.stack(self._positions, axis=1), copies(rows)
             self._positions.clear()
             self._values.clear()
         positions, rows_of = self._whole
-        return Record(self.members[i][1], positions[i], rows_of[i].clone(), alone=True)
+        return positions[i], rows_of[i]
+
+    def record(self, i: int) -> Record:
+        """The same as a record."""
+        return Record(self.members[i][1], *self.rows(i), alone=True)
 
 
 class Blocks:
