@@ -26,6 +26,9 @@ from ..sites import site
 
 logger = logging.getLogger(__name__)
 
+#: Blocks that a request leaves its rows in, for each of its observations.
+BLOCKS_KEPT = 4
+
 
 @dataclass(frozen=True)
 class Use:
@@ -112,16 +115,24 @@ class Collector:
             self.lay_out()
 
     def leave(self, block: Block) -> None:
-        """Take the rows of this request from a block that is full or over."""
+        """A block is full or over, which happens to all of its members at once, most often because some end
+        and the others wait for that. So its rows are taken later, but of few blocks: they hold rows of
+        others."""
+        if len(self.blocks) > BLOCKS_KEPT * len(self.context.observations):
+            for closed in {id(b): b for b, _ in self.blocks if b.closed}.values():
+                self._take(closed)
+
+    def _take(self, block: Block) -> None:
+        """The rows of this request in a block become its own."""
         for entry in [e for e in self.blocks if e[0] is block]:
             self.blocks.remove(entry)
             self._put(block.record(entry[1]))
 
-    def _from_blocks(self, index: int | None = None) -> None:
-        """Take over what came so far, of one observation or all: of a position that was run twice the last
-        row counts."""
-        for block in {id(b): b for b, i in self.blocks if index in (None, b.members[i][1])}.values():
-            self.leave(block)
+    def _from_blocks(self, index: int) -> None:
+        """Take over what came of one observation so far: of a position that was run twice the last row
+        counts."""
+        for block in {id(b): b for b, i in self.blocks if b.members[i][1] == index}.values():
+            self._take(block)
 
     def _put(self, record: Record) -> None:
         index = record.index
@@ -132,15 +143,15 @@ class Collector:
         self.rows[index].add(record)
 
     def _all_rows(self, index: int) -> tuple[np.ndarray, Tensor] | None:
-        """Positions and rows of one observation, in the order in which they came."""
+        """Positions and rows of one observation, in the order in which they came, in memory of their own."""
         if index not in self.rows:
-            mine = [(block, i) for block, i in self.blocks if block.members[i][1] == index]
-            if len(mine) == 1:
-                [(block, member)] = mine
-                return block.rows(member)
+            parts = [block.rows(i) for block, i in self.blocks if block.members[i][1] == index]
+            if not parts:
+                return None
+            positions = np.concatenate([p for p, _ in parts]) if len(parts) > 1 else parts[0][0]
+            return positions, torch.cat([values for _, values in parts], dim=1)
         self._from_blocks(index)
-        rows = self.rows.pop(index, None)
-        return None if rows is None else rows.joined()
+        return self.rows.pop(index).joined()
 
     def finish(self, token_ids: Sequence[int], aborted: bool) -> HookResult:
         """The result for the tokens that were kept. Never raises: what is wrong is in ``errors``."""

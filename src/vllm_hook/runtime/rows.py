@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -68,20 +67,21 @@ class Block:
         self.closed = len(self._values) == BLOCK_STEPS
 
     def rows(self, i: int) -> tuple[np.ndarray, Tensor]:
-        """Positions and rows of the i-th member, in memory of its own. Nothing is added afterwards."""
+        """Positions and rows [layers, steps, ...] of the i-th member, a view of what all members share.
+        Nothing is added afterwards."""
         self.closed = True
         if self._whole is None:
-            rows = torch.stack(self._values).movedim(0, 2)  # [members, layers, steps, ...]
-            copies: Any = torch.unbind_copy  # PyTorch's own types say that it returns nothing
-            self._whole = np.stack(self._positions, axis=1), copies(rows)
+            rows = torch.stack(self._values).movedim(0, 2).contiguous()  # [members, layers, steps, ...]
+            self._whole = np.stack(self._positions, axis=1), rows.unbind()
             self._positions.clear()
             self._values.clear()
         positions, rows_of = self._whole
         return positions[i], rows_of[i]
 
     def record(self, i: int) -> Record:
-        """The same as a record."""
-        return Record(self.members[i][1], *self.rows(i), alone=True)
+        """The same as a record, in memory of its own."""
+        positions, values = self.rows(i)
+        return Record(self.members[i][1], positions, values.clone(), alone=True)
 
 
 class Blocks:
@@ -91,7 +91,8 @@ class Blocks:
         self._open: dict[tuple[tuple[str, int], ...], Block] = {}
 
     def add(self, chunks: Sequence[Chunk]) -> tuple[list[Block], list[Block]]:
-        """Take the chunks of a step. Blocks that are new, and those that nothing will be added to."""
+        """Take the chunks of a step. Blocks that are new, and those that nothing will be added to: they are
+        closed."""
         before, self._open = self._open, {}
         new, over = [], []
         for chunk in chunks:
@@ -108,6 +109,8 @@ class Blocks:
                 over.append(block)
             else:
                 self._open[chunk.members] = block
+        for block in before.values():
+            block.closed = True
         return new, [*before.values(), *over]
 
 

@@ -1,0 +1,152 @@
+"""Rows of requests that share blocks and leave one after the other, against a plain table of them."""
+
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_hook.engine.output import BLOCKS_KEPT, Collector
+from vllm_hook.program.resolve import ResolvedObservation
+from vllm_hook.runtime import rows as rows_module
+from vllm_hook.runtime.requests import Lane
+from vllm_hook.runtime.rows import Blocks, Chunk, Record
+
+LANES = (Lane("resid_post", (0, 1), reduce=("norm",)), Lane("resid_pre", (1,), reduce=("norm",)))
+PROMPT = 3
+
+
+def collector(prompt=PROMPT):
+    observations = tuple(
+        (
+            f"p/o{i}",
+            SimpleNamespace(site=lane.site),
+            ResolvedObservation(f"o{i}", ((prompt, None),), frozenset(), ()),
+        )
+        for i, lane in enumerate(LANES)
+    )
+    context = SimpleNamespace(
+        observations=observations, lanes=LANES, prompt_ids=(7,) * prompt, uses=(), edits=None,
+        programs=[("p", "digest")], spans=(("p/s", ((0, 2),)),),
+    )  # fmt: skip
+    return Collector(context, 99)
+
+
+class Front:
+    """Hands chunks to collectors as the receiver does, and keeps what each request should end with."""
+
+    def __init__(self, requests):
+        self.blocks, self.own = Blocks(), {r: collector() for r in requests}
+        self.at = dict.fromkeys(requests, PROMPT)
+        self.want = {r: [{} for _ in LANES] for r in requests}
+        self.value = 0.0
+
+    def rows(self, request, index):
+        """[layers] of one row, noted."""
+        self.value += 1
+        values = torch.full((len(LANES[index].layers),), self.value)
+        self.want[request][index][self.at[request]] = values
+        return values
+
+    def step(self, order, alone=()):
+        """One token of each request in ``order``, rows of those in ``alone`` as records of their own."""
+        chunks = []
+        shared = [r for r in order if r not in alone]
+        for index in range(len(LANES)):
+            if shared:
+                values = torch.stack([self.rows(r, index) for r in shared])
+                at = np.asarray([self.at[r] for r in shared], dtype=np.int32)
+                chunks.append(Chunk(tuple((str(r), index) for r in shared), at, values))
+            for r in alone:
+                if r in order:
+                    at = np.asarray([self.at[r]], dtype=np.int32)
+                    self.own[r].add([Record(index, at, self.rows(r, index)[:, None])])
+        if chunks:
+            new, over = self.blocks.add(chunks)
+            for block in new:
+                for i, (r, _) in enumerate(block.members):
+                    if int(r) in self.own:
+                        self.own[int(r)].join(block, i)
+            for block in over:
+                for r in dict.fromkeys(r for r, _ in block.members):
+                    if int(r) in self.own:
+                        self.own[int(r)].leave(block)
+        for r in order:
+            self.at[r] += 1
+
+    def end(self, request):
+        own = self.own.pop(request)
+        fed = max(self.want[request][0], default=PROMPT - 1) + 1
+        result = own.finish([7] * (fed - PROMPT + 1), aborted=False)
+        assert not result.errors
+        for (name, _, _), want in zip(own.context.observations, self.want[request], strict=True):
+            got = result.observed[name]
+            assert got.positions == sorted(want)
+            stacked = [want[p] for p in got.positions]
+            if stacked:
+                assert torch.equal(got.values, torch.stack(stacked, dim=1))
+                assert got.values.untyped_storage().nbytes() <= max(got.values.nbytes, 128 * 2 * 4)
+        return result
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 5), st.integers(2, 40))
+def test_each_has_its_rows_whoever_comes_goes_and_is_run_again(random, requests, steps):
+    before, rows_module.BLOCK_STEPS = rows_module.BLOCK_STEPS, random.choice([2, 5, 64])
+    try:
+        front = Front(range(requests))
+        for _ in range(steps):
+            order = [r for r in front.own if random.random() < 0.9]
+            random.random() < 0.2 and random.shuffle(order)
+            front.step(order, [r for r in order if random.random() < 0.1])
+            if order and random.random() < 0.1:
+                front.at[order[0]] = max(
+                    PROMPT, front.at[order[0]] - 2
+                )  # of what is run again the last counts
+            if order and random.random() < 0.1:
+                front.end(order[-1])
+            for own in front.own.values():
+                closed = [block for block, _ in own.blocks if block.closed]
+                assert len(closed) <= BLOCKS_KEPT * len(LANES)
+        for request in list(front.own):
+            front.end(request)
+    finally:
+        rows_module.BLOCK_STEPS = before
+
+
+def test_results_of_neighbours_share_nothing():
+    front = Front(range(3))
+    for _ in range(5):
+        front.step([0, 1, 2])
+    first, second = front.end(0), front.end(1)
+    size = len(pickle.dumps(first.observed["o1"].values))
+    one = len(pickle.dumps(torch.zeros(1, 5)))
+    assert size < one + 200
+    first.observed["o0"].values.zero_()
+    first.observed["o0"].positions.append(9)
+    first.spans["s"].append((5, 6))
+    first.programs.append(("x", "y"))
+    front.step([2])
+    third = front.end(2)
+    assert (second.observed["o0"].values > 0).all()
+    assert (third.observed["o0"].values > 0).all()
+    assert (third.spans["s"], third.programs) == ([(0, 2)], [("p", "digest")])
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_rows_that_never_came_are_told(aborted):
+    result = collector().finish([7, 7], aborted=aborted)
+    assert set(result.errors) == {"p/o0", "p/o1"}
+    assert ("aborted" in result.errors["p/o0"]) == aborted
+
+
+def test_no_rows_are_wanted():
+    """A prompt whose first token was its last: nothing was generated that was fed again."""
+    result = collector().finish([7], aborted=False)
+    assert not result.errors
+    assert tuple(result.observed["o0"].values.shape) == (2, 0)
+    result.observed["o0"].values.resize_(2, 3)
+    assert tuple(collector().finish([7], aborted=False).observed["o0"].values.shape) == (2, 0)
