@@ -129,9 +129,10 @@ class Collector:
             self._put(block.record(entry[1]))
 
     def _from_blocks(self, index: int) -> None:
-        """Take over what came of one observation so far: of a position that was run twice the last row
-        counts."""
-        for block in {id(b): b for b, i in self.blocks if b.members[i][1] == index}.values():
+        """Take over what came of one observation so far, and what came before that of others that share its
+        blocks: of a position that was run twice the last row counts."""
+        last = max((n for n, (b, i) in enumerate(self.blocks) if b.members[i][1] == index), default=-1)
+        for block in {id(b): b for b, _ in self.blocks[: last + 1]}.values():
             self._take(block)
 
     def _put(self, record: Record) -> None:
@@ -167,6 +168,7 @@ class Collector:
             if missing:
                 errors[name] = self._why(missing, aborted)
         self.blocks.clear()
+        self.rows.clear()
         if self.failures and context.edits is not None:
             for use in context.uses:
                 errors.setdefault(use.program.name, f"interventions may not have acted: {self.failures[0]}")
