@@ -121,7 +121,7 @@ def test_each_has_its_rows_whoever_comes_goes_and_is_run_again(random, requests,
 
 
 def test_rows_of_two_observations_keep_their_order_when_one_is_taken_first():
-    """A block of the second alone, then one of both that runs its position again, then a record of the first."""
+    """A block of the second alone, one of both that runs its position again, then a record of the first."""
     blocks, own = Blocks(), collector()
 
     def chunk(value, *indices):
