@@ -120,6 +120,17 @@ def test_each_has_its_rows_whoever_comes_goes_and_is_run_again(random, requests,
         rows_module.BLOCK_STEPS = before
 
 
+def test_few_blocks_are_kept_whoever_closes_them():
+    """A neighbour that ends closes the block that it shares, and nobody is told."""
+    front = Front(range(3))
+    for order in ([0, 1], [0, 2], [0, 1], [0, 2], [1, 2], [0, 1]):
+        front.step(order)
+    front.end(1)
+    assert len(front.own[0].blocks) <= BLOCKS_KEPT * len(LANES)
+    front.end(0)
+    front.end(2)
+
+
 def test_rows_of_two_observations_keep_their_order_when_one_is_taken_first():
     """A block of the second alone, one of both that runs its position again, then a record of the first."""
     blocks, own = Blocks(), collector()

@@ -113,11 +113,16 @@ class Collector:
         self.blocks.append((block, member))
         if self.observed is None:
             self.lay_out()
+        self._take_closed()
 
     def leave(self, block: Block) -> None:
         """A block is full or over, which happens to all of its members at once, most often because some end
         and the others wait for that. So its rows are taken later, but of few blocks: they hold rows of
         others."""
+        self._take_closed()
+
+    def _take_closed(self) -> None:
+        """Keep few blocks. (One that a neighbour took its rows from is closed without our being told.)"""
         if len(self.blocks) > BLOCKS_KEPT * len(self.context.observations):
             for closed in {id(b): b for b, _ in self.blocks if b.closed}.values():
                 self._take(closed)
