@@ -3,7 +3,9 @@
 import weakref
 from itertools import count
 
+import numpy as np
 import pytest
+import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
@@ -11,6 +13,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from vllm_hook.engine import receive
 from vllm_hook.runtime.requests import PAYLOAD_KEY
+from vllm_hook.runtime.rows import Chunk
 
 DELTA, CUMULATIVE, FINAL = (
     RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY,
@@ -156,3 +159,17 @@ def test_an_aborted_request_of_several_samples(engine):
     engine.outputs.abort_requests(["a"], internal=True)  # the parent
     assert {o.index: o.hook for o in queue.get_nowait().outputs} == {0: "aborted", 1: "aborted"}
     assert engine.released == ["a"]
+
+
+def test_late_rows_of_an_id_that_a_plain_request_uses_again(engine):
+    """Only where vLLM's ids are not randomised. They belong to nobody."""
+    for name in "ab":
+        engine.add(name, DELTA)
+    engine.step("a", "b", last=["a"])
+    engine.add("a", DELTA, hooked=False)
+    row = Chunk((("a", 0),), np.asarray([2], dtype=np.int32), torch.ones(1, 1))
+    late = [
+        EngineCoreOutput(name, [7], kv_transfer_params={PAYLOAD_KEY: [rows]})
+        for name, rows in [("b", row), ("a", "failed")]
+    ]
+    assert hooks(engine.outputs.process_outputs(late).request_outputs) == [("b", None), ("a", None)]

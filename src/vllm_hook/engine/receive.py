@@ -92,15 +92,18 @@ class Receiver:
         if not chunks:
             return
         new, over = self._blocks.add(chunks)
-        states = self._outputs.request_states
         for block in new:
             for member, (req_id, _) in enumerate(block.members):
-                if req_id in states:
-                    states[req_id]._vllm_hook.join(block, member)
+                if (own := self._collector(req_id)) is not None:
+                    own.join(block, member)
         for block in over:
             for req_id in dict.fromkeys(req_id for req_id, _ in block.members):
-                if req_id in states:
-                    states[req_id]._vllm_hook.leave(block)
+                if (own := self._collector(req_id)) is not None:
+                    own.leave(block)
+
+    def _collector(self, request_id: str) -> Collector | None:
+        """None if it has ended, even if a request without programs has its id now."""
+        return getattr(self._outputs.request_states.get(request_id), "_vllm_hook", None)
 
     def process_outputs(self, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = [output for output in engine_core_outputs if self._take(output)]
@@ -123,9 +126,8 @@ class Receiver:
         output.kv_transfer_params = rest or None
         self._share([r for r in rows if isinstance(r, Chunk)])
         own = [r for r in rows if not isinstance(r, Chunk)]
-        state = self._outputs.request_states.get(output.request_id)
-        if own and state is not None:
-            state._vllm_hook.add(own)
+        if own and (collector := self._collector(output.request_id)) is not None:
+            collector.add(own)
         return AHEAD_KEY not in extra
 
 

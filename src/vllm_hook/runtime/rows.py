@@ -7,6 +7,7 @@ the next.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -30,7 +31,7 @@ class Record:
     index: int
     positions: np.ndarray
     values: Tensor
-    alone: bool = False  # the memory of values holds nothing of other requests
+    alone: bool = False  # the memory of values is this observation's: rows that it has, or had room for
 
     def owned(self) -> Record:
         """The same in memory of its own, where it would keep much more than itself."""
@@ -166,19 +167,26 @@ class Rows:
             width = max(part.shape[-1] for part in parts)
             parts = [torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in parts]
             return positions, torch.cat(parts, dim=1)
-        return positions, _span(parts)
+        return positions, _own(_span(parts))
 
     def _put(self, part: Tensor) -> None:
         end = self._n + part.shape[1]
         if self._whole is None or end > self._whole.shape[1]:
             room = max(FIRST, 2 * end)
             room = min(room, self._most) if end <= self._most else room
-            grown = torch.empty(part.shape[0], room, *part.shape[2:], dtype=part.dtype)
+            grown = _zeros((part.shape[0], room, *part.shape[2:]), part.dtype)
             if self._whole is not None:
                 grown[:, : self._n] = self._whole[:, : self._n]
             self._whole = grown
         self._whole[:, self._n : end] = part
         self._n = end
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Room for rows that may never come. It is a part of what pickle writes, so it must not be what others
+    left in memory. (NumPy's zeros, unlike torch's, cost nothing until they are written.)"""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _own(values: Tensor) -> Tensor:
