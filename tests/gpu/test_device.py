@@ -14,6 +14,7 @@ from editing import Tensors, compare
 from oracle import Reference, fed
 from prompts import greedy, token_prompts
 from vllm_hook.engine import control
+from vllm_hook.engine.graph_parts import ASKED, Part
 from vllm_hook.llm import plain_llm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU")]
@@ -45,7 +46,12 @@ def tensors(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(tiny_dir):
     with hook_llm(
-        tiny_dir("llama"), programs=[LOOK], arm=ARM, max_num_batched_tokens=512, max_model_len=512
+        tiny_dir("llama"),
+        programs=[LOOK],
+        arm=ARM,
+        max_num_batched_tokens=512,
+        max_model_len=512,
+        max_num_seqs=32,
     ) as llm:
         yield llm
 
@@ -78,6 +84,42 @@ def test_edits_and_taps_act_in_replayed_full_graphs(llm, tensors):
     assert after["resid_post@2"] - before["resid_post@2"] == 17
     assert after["resid_post@1"] == before["resid_post@1"]
     assert plain.outputs[0].token_ids != steered.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("batch", [1, 24])
+def test_a_steady_step_replays_the_launches_of_its_sites_alone(llm, tensors, batch, monkeypatch):
+    """At one row, where launches start early, and at many."""
+    edit = {"site": "resid_post", "layers": [2], "method": "add", "vector": tensors.ref("a", "v")}
+    observe = {"n": {"site": "resid_post", "layers": [1], "positions": "generated", "reduce": {"norm": True}}}
+    llm.load_program({"schema": 1, "name": "both", "intervene": {"e": edit}, "observe": observe})
+    prompts = token_prompts([20] * batch, seed=1)
+    parts = llm.llm.llm_engine.model_executor.driver_worker.worker._vllm_hook.adapter.graphs._parts
+    replayed = []
+    replay = Part.replay
+    monkeypatch.setattr(Part, "replay", lambda self: (replayed.append(self), replay(self)))
+
+    def run():
+        before = fired(llm)
+        outs = llm.generate(prompts, greedy(33), hook="both", use_tqdm=False)
+        after = fired(llm)
+        assert not any(out.hook.errors for out in outs)
+        values = torch.stack([out.hook.observed["n"].values for out in outs])
+        counts = {site: after[site] - before[site] for site in after if after[site] != before[site]}
+        return [out.outputs[0].token_ids for out in outs], values, counts
+
+    try:
+        for own in [run(), run()]:
+            monkeypatch.setattr(parts, "_works", False)
+            whole = run()
+            monkeypatch.setattr(parts, "_works", True)
+            assert own[0] == whole[0]
+            assert torch.equal(own[1], whole[1])
+            assert own[2] == whole[2]
+            assert set(own[2]) == {"resid_post@1", "resid_post@2"}
+    finally:
+        llm.unload_program("both")
+    assert len(replayed) >= 2 * 32 - ASKED
+    assert len(set(replayed)) <= 2  # a batch may end in more steps than one
 
 
 @pytest.mark.parametrize("positions", ["prompt", "all"])

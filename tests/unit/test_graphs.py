@@ -15,6 +15,14 @@ class Size(NamedTuple):
     num_tokens: int
 
 
+class Graph(NamedTuple):
+    size: Size
+    live: bool
+    pool: Any
+
+    def instantiate(self) -> None: ...
+
+
 SIZES = [Size(32), Size(16), Size(8)]
 
 
@@ -49,7 +57,7 @@ class Manager:
                 self.told.append((desc, self.live))
                 if mode == CUDAGraphMode.FULL:
                     assert desc not in self.graphs
-                    self.graphs[desc] = (desc, self.live, self.pool)
+                    self.graphs[desc] = Graph(desc, self.live, self.pool)
                     if self._capture_mem_samples is not None:
                         self._capture_mem_samples.append(desc.num_tokens << 20)
 

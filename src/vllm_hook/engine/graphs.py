@@ -3,7 +3,8 @@
 A launch at every armed site costs a few microseconds each, in every decode step, also when no row
 is anybody's. Full graphs are therefore captured twice, without our launches and with them, and a
 step without rows of ours replays the first. The same compiled code makes both: the ops look at
-``live`` while they are captured.
+``live`` while they are captured. A step that uses few of the armed sites replays a part of the second
+(:mod:`.graph_parts`).
 
 The two graphs of a size are captured one right after the other, on one stream and from the same
 state of the memory pool, so that their activations and the workspace of the products lie at the
@@ -26,6 +27,8 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
+from .graph_parts import GraphParts, Sites
+
 #: What a step needs of the dispatcher.
 ANY_GRAPH, PYTHON_AT_ATTENTION, NO_GRAPH = 0, 1, 2
 #: Pairs of at most so many tokens are captured in up to so many places, while so much memory is left.
@@ -37,11 +40,16 @@ FASTER = 0.995
 
 
 class GraphSets:
-    """Wraps one runner's graph manager. ``active`` and ``need`` are set before each step."""
+    """Wraps one runner's graph manager. ``active`` and ``need`` are set before each step; ``used`` tells
+    which sites it uses."""
 
-    def __init__(self, manager: Any, set_live: Callable[[bool], None]) -> None:
+    def __init__(
+        self, manager: Any, set_live: Callable[[bool], None], used: Callable[[], Sites | None] = lambda: None
+    ) -> None:
         self._manager: Any = manager
         self._set_live: Any = set_live
+        self._used: Any = used
+        self._parts = GraphParts()
         self.hooked: dict[Any, Any] = {}
         self.plain: dict[Any, Any] | None = None
         #: Milliseconds of the pairs of small sizes, that of the shared pool first.
@@ -61,7 +69,9 @@ class GraphSets:
             return
         for name in ("capture", "dispatch", "run_fullgraph"):
             delattr(self._manager, name)
-        self._manager = self._set_live = self._capture = self._dispatch = self._run = None
+        self._parts.clear()
+        self._manager = self._set_live = self._used = None
+        self._capture = self._dispatch = self._run = None
         self.hooked, self.plain, self._unused = {}, None, []
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
@@ -72,13 +82,15 @@ class GraphSets:
         full = every.get(CUDAGraphMode.FULL)
         profile = manager._max_full_descs_to_capture is not None
         if full and not profile:
+            self._parts.clear()
             self.hooked, self.plain = {}, {}
             most = 2 * (len(full) + self._further(full))
             manager._capture_descs = {**every, CUDAGraphMode.FULL: _Counted(most, self._in_pairs(full))}
         pool = manager.pool
         self._set_live(True)
         try:
-            self._capture(*args, **kwargs)
+            with self._parts.watching():
+                self._capture(*args, **kwargs)
         finally:
             self._set_live(False)
             manager._capture_descs, manager.pool = every, pool
@@ -99,19 +111,27 @@ class GraphSets:
 
     def _pair(self, desc: Any) -> Iterator[Any]:
         """With our launches, then without."""
-        for live, graphs in ((True, self.hooked), (False, self.plain)):
-            assert graphs is not None
-            self._set_live(live)
-            yield desc
-            graphs[desc] = self._manager.graphs.pop(desc)
+        assert self.plain is not None
+        self._parts.keep = self._is_free()
+        yield desc
+        self.hooked[desc] = self._manager.graphs.pop(desc)
+        if self._parts.keep:
+            self._parts.take(self.hooked[desc])
+        self._parts.keep = False
+        self._set_live(False)
+        yield desc
+        self.plain[desc] = self._manager.graphs.pop(desc)
         self._set_live(True)
 
-    def _is_small(self, desc: Any) -> bool:
-        """Whether to look for a better place. Several GPUs register the buffers of all graphs with each
-        other, and a sleep mode that takes graphs along has a pool of its own: there is one place each."""
+    def _is_free(self) -> bool:
+        """Whether graphs are nobody else's. Several GPUs register the buffers of all graphs with each other,
+        and a sleep mode that takes graphs along has a pool of its own."""
         config = self._manager.vllm_config
-        fixed = config.parallel_config.world_size_across_dp > 1 or config.use_cumem_cudagraph_pool
-        return bool(not fixed and desc.num_tokens <= SMALL)
+        return not (config.parallel_config.world_size_across_dp > 1 or config.use_cumem_cudagraph_pool)
+
+    def _is_small(self, desc: Any) -> bool:
+        """Whether to look for a better place."""
+        return bool(desc.num_tokens <= SMALL and self._is_free())
 
     def _further(self, descs: Sequence[Any]) -> int:
         """How many pairs may be captured in pools of their own."""
@@ -177,11 +197,15 @@ class GraphSets:
     def run_fullgraph(self, desc: Any) -> Any:
         if self.plain is None:
             return self._run(desc)
-        self._manager.graphs = self.hooked if self.active else self.plain
+        self._manager.graphs = self._of_sites(desc) if self.active else self.plain
         try:
             return self._run(desc)
         finally:
             self._manager.graphs = self.hooked
+
+    def _of_sites(self, desc: Any) -> dict[Any, Any]:
+        part = self._parts.find(self.hooked[desc], self._used())
+        return self.hooked if part is None else {desc: part}
 
 
 class _Counted:

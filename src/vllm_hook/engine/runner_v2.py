@@ -31,7 +31,8 @@ class V2Adapter(RunnerAdapter):
         out = super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         manager = self.runner.cudagraph_manager
         on_gpu = self.hook.device.type == "cuda"
-        self.graphs = GraphSets(manager, self.hook.bank.area.set_live) if on_gpu and manager else None
+        area = self.hook.bank.area
+        self.graphs = GraphSets(manager, area.set_live, area.used) if on_gpu and manager else None
         return out
 
     def profile_cudagraph_memory(self) -> int:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from .edit import EditState, run_cpu
+from .edit import HEADER_SIZE, EditState, run_cpu
 
 #: Part of the compile-cache key. Raise it when the schema or the place of an op changes.
 OPS_VERSION = 4
@@ -50,6 +50,9 @@ _EDIT = (
 #: Called right after a tap was launched, by the address of its buffer: lets rows leave for the host
 #: while later layers still compute. Only steps without CUDA graphs come by here.
 after_tap: dict[int, Callable[[], None]] = {}
+
+#: Called with the number of a site, that of its header, right after its launch, while graphs are captured.
+launched: Callable[[int], None] | None = None
 
 
 def _cpu(
@@ -89,6 +92,8 @@ def _cuda(
 
         own = EditState(*state) if state else None
         launch_site(h, residual, addend, fired, site, step, buf, own, latched=mode > 1)
+        if launched is not None:
+            launched((site.data_ptr() - step.data_ptr()) // (HEADER_SIZE * step.itemsize))
         if buf is not None:
             _sent(buf)
 

@@ -51,6 +51,7 @@ class StepArea:
     def __init__(self, size: AreaSize, device: torch.device) -> None:
         ints = size.ints()
         self.places = list(size.rows)
+        self._numbers = {place: i for i, place in enumerate(self.places)}
         self.step = torch.zeros(ints, dtype=torch.int32, device=device)
         self.live = torch.zeros(1, dtype=torch.int32, device="meta" if device.type == "meta" else "cpu")
         self._live = np.empty(1) if device.type == "meta" else self.live.numpy()
@@ -71,6 +72,7 @@ class StepArea:
         self._mode = 0  # what live holds
         self._kind = 1
         self._last: tuple[StepPlan | None, EditPlan | None] | None = None
+        self._used: frozenset[int] | None = None
         self._packed: WeakKeyDictionary[EditPlan, tuple[np.ndarray, bool]] = WeakKeyDictionary()
 
     def bytes(self) -> int:
@@ -93,7 +95,16 @@ class StepArea:
         self._kind = 2 if latched else 1
         self._say(self._kind)
         self._dirty = True
-        self._last = taps, edits
+        self._last, self._used = (taps, edits), None
+
+    def used(self) -> frozenset[int] | None:
+        """Numbers of the sites that may have something to do in this step; None: any."""
+        if self._used is None and self._last is not None:
+            taps, edits = self._last
+            tables = [taps.table_of] if taps is not None else []
+            tables += [edits.table_of, edits.cond_table_of] if edits is not None else []
+            self._used = frozenset(self._numbers[place] for table in tables for place in table)
+        return self._used
 
     def _write(self, out: np.ndarray, taps: StepPlan | None, edits: EditPlan | None) -> tuple[int, bool]:
         """The tables of a step. How many words they are, and whether conditions are decided by them."""
@@ -149,7 +160,7 @@ class StepArea:
         if self._dirty:
             self.step[: op.HEADER_SIZE * len(self.places)].zero_()
             self._dirty = False
-            self._last = None
+            self._last = self._used = None
 
     def probe(self) -> None:
         """Every site takes row 0 and changes nothing: shows that its op runs at all."""
@@ -162,7 +173,7 @@ class StepArea:
         self.step[: len(host)].copy_(torch.from_numpy(host))
         self._say(1)
         self._dirty = True
-        self._last = None
+        self._last = self._used = None
 
 
 class _Packer:
