@@ -125,6 +125,7 @@ def captured(cuda: Cuda, parts: GraphParts, graph: dict[int, set[int]], sites: d
         parts.take(kept)
         parts.keep = False
         assert not torch.cuda.CUDAGraph().kept
+        assert torch.cuda.CUDAGraph(keep_graph=True).kept
     assert (torch.cuda.CUDAGraph, library.launched) == (Kept, None)
     return kept
 
@@ -172,6 +173,16 @@ def test_there_are_not_too_many(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(ASKED):
         found = [parts.find(graph, sites) for sites in asked]
     assert [part is not None for part in found] == [True, True, False, False]
+
+
+def test_what_comes_once_is_forgotten(cuda: Cuda) -> None:
+    parts = GraphParts()
+    graph = captured(cuda, parts, {n: set() for n in range(41)}, {n: n for n in range(40)})
+    for a in range(40):
+        for b in range(40):
+            parts.find(graph, frozenset({a, b}))
+    assert len(parts._asked) <= 8 * MOST
+    assert not parts._made
 
 
 def test_where_a_graph_cannot_be_cut_all_launches_are_replayed(

@@ -48,7 +48,7 @@ class GraphParts:
         """Graphs are captured within."""
         cuda: Any = torch.cuda
         new = cuda.CUDAGraph
-        cuda.CUDAGraph = lambda: new(keep_graph=self.keep)
+        cuda.CUDAGraph = lambda keep_graph=False: new(keep_graph or self.keep)
         library.launched = self._launched
         try:
             yield
@@ -76,6 +76,8 @@ class GraphParts:
             return part
         if len(nodes.keys() - sites) < WORTH or not nodes.keys() >= sites or len(self._made) >= MOST:
             return None
+        if len(self._asked) >= 8 * MOST:
+            self._asked.clear()
         self._asked[key] += 1
         if self._asked[key] < ASKED:
             return None
