@@ -91,8 +91,10 @@ class Front:
             stacked = [want[p] for p in got.positions]
             if stacked:
                 assert torch.equal(got.values, torch.stack(stacked, dim=1))
-                spare = got.values.untyped_storage().nbytes() - got.values.nbytes
-                assert spare == 0 or bytes(got.values.untyped_storage()).count(0) >= spare
+                whole = torch.empty(0).set_(got.values.untyped_storage())
+                assert whole.count_nonzero() == got.values.count_nonzero(), (
+                    "what there is besides holds nothing"
+                )
         return result
 
 
@@ -184,6 +186,36 @@ def test_room_for_rows_that_never_came_holds_nothing(monkeypatch):
     for found in result.observed.values():
         assert found.values.tolist() == [[1, 1], [1, 1]]
         assert 777 not in torch.tensor([], dtype=torch.float32).set_(found.values.untyped_storage())
+
+
+def test_room_may_be_of_no_size():
+    assert rows_module._zeros((2, 0, 3), torch.bfloat16).shape == (2, 0, 3)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda own, at: own.add([Record(5, at, torch.ones(2, 1))]),
+        lambda own, at: own.add([Record(0, at, torch.ones(2, 1)), Record(0, at + 1, torch.ones(2, 1, 8))]),
+    ],
+)
+def test_rows_that_do_not_fit_are_an_error_of_their_request(act):
+    """Late ones of another request that had the same id, if ids are not randomised."""
+    own = collector()
+    own.guard(act, own, np.asarray([PROMPT], dtype=np.int32))
+    result = own.finish([7, 7], aborted=False)
+    assert "failed in the front end" in result.errors["p/o1"]
+
+
+def test_blocks_that_do_not_fit_are_an_error_of_their_request():
+    blocks, own = Blocks(), collector()
+    at = np.asarray([PROMPT], dtype=np.int32)
+    for values in (torch.ones(1, 2), torch.ones(1, 3)):
+        (block,), _ = blocks.add([Chunk((("0", 0),), at, values)])
+        block.closed = True
+        own.guard(own.join, block, 0)
+    result = own.finish([7, 7], aborted=False)
+    assert "failed in the front end" in result.errors["p/o0"]
 
 
 @pytest.mark.parametrize("aborted", [False, True])

@@ -10,7 +10,7 @@ takes, measured on an H200.) What runs at the same addresses stays the same, not
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,11 +21,17 @@ from ..ops import library
 
 logger = logging.getLogger(__name__)
 
-#: A part is made when it has been asked for so often, if it leaves out so many launches, while there are
-#: fewer than so many: one takes a few milliseconds of the step in which it is made, and device memory.
-ASKED, WORTH, MOST = 8, 3, 128
+#: A part is made when it has been asked for so often, if it leaves out so many launches: that takes 1 to
+#: 5 ms of the step, and 2 MB on the device.
+ASKED, WORTH = 8, 3
+#: Parts at a time, while so much memory is left. Another takes the place of one that the last so many steps
+#: with rows of ours did not use.
+MOST, ROOM, UNUSED = 64, 512 << 20, 10_000
+#: Sets of sites of which is remembered how often they were asked for.
+KNOWN = 1024
 
 Sites = frozenset[int]
+_capturing = threading.RLock()
 
 
 class GraphParts:
@@ -39,21 +45,24 @@ class GraphParts:
         self.keep = False  # whether graphs that are captured now will be taken
         self._captured: dict[int, int] = {}
         self._nodes: dict[Any, dict[int, int]] = {}  # graph -> site -> node
-        self._made: dict[tuple[Any, Sites], Part] = {}
-        self._asked: Counter[tuple[Any, Sites]] = Counter()
+        self._made: dict[tuple[Any, Sites], Part] = {}  # the one used last at the end
+        self._asked: dict[tuple[Any, Sites], int] = {}
+        self._steps = 0
         self._works = True
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Graphs are captured within."""
         cuda: Any = torch.cuda
-        new = cuda.CUDAGraph
-        cuda.CUDAGraph = lambda keep_graph=False: new(keep_graph or self.keep)
-        library.launched = self._launched
-        try:
-            yield
-        finally:
-            cuda.CUDAGraph, library.launched, self.keep = new, None, False
+        with _capturing:
+            new, launched = cuda.CUDAGraph, library.launched
+            cuda.CUDAGraph = lambda keep_graph=False: new(keep_graph or self.keep)
+            library.launched = self._launched
+            try:
+                yield
+            finally:
+                cuda.CUDAGraph, library.launched = new, launched
+                self.keep, self._captured = False, {}
 
     def _launched(self, site: int) -> None:
         if self.keep and self._works and torch.cuda.is_current_stream_capturing():
@@ -67,22 +76,36 @@ class GraphParts:
         graph.instantiate()
         self._nodes[graph], self._captured = self._captured, {}
 
-    def find(self, graph: Any, sites: Sites | None) -> Part | None:
-        """The part of ``graph`` with the launches of ``sites`` alone, if there is one; None is all."""
-        if sites is None or (nodes := self._nodes.get(graph)) is None or not self._works:
+    def find(self, graph: Any, used: Callable[[], Sites | None]) -> Part | None:
+        """The part of ``graph`` with the launches of the sites that are ``used``, if there is one."""
+        if not (nodes := self._nodes.get(graph)) or (sites := used()) is None:
             return None
+        self._steps += 1
         key = graph, sites
-        if (part := self._made.get(key)) is not None:
+        if (part := self._made.pop(key, None)) is not None:
+            self._made[key] = part
+            part.used = self._steps
             return part
-        if len(nodes.keys() - sites) < WORTH or not nodes.keys() >= sites or len(self._made) >= MOST:
+        if not self._works or len(nodes.keys() - sites) < WORTH or not nodes.keys() >= sites:
             return None
-        if len(self._asked) >= 8 * MOST:
-            self._asked.clear()
-        self._asked[key] += 1
-        if self._asked[key] < ASKED:
+        asked = self._asked.pop(key, 0) + 1
+        if asked < ASKED:
+            self._asked[key] = asked
+            if len(self._asked) > KNOWN:
+                del self._asked[next(iter(self._asked))]
             return None
+        return self._make(key, [nodes[site] for site in nodes.keys() - sites])
+
+    def _make(self, key: tuple[Any, Sites], without: Sequence[int]) -> Part | None:
         try:
-            part = self._made[key] = Part(graph, [nodes[site] for site in nodes.keys() - sites])
+            if len(self._made) >= MOST:
+                oldest = next(iter(self._made))
+                if self._steps - self._made[oldest].used < UNUSED:
+                    return None
+                self._made.pop(oldest).release()
+            if torch.cuda.mem_get_info()[0] < ROOM:
+                return None
+            part = self._made[key] = Part(key[0], without, self._steps)
         except Exception:
             self._stop()
             return None
@@ -93,24 +116,28 @@ class GraphParts:
         logger.warning("decode steps launch idle sites too: their graphs cannot be cut", exc_info=True)
 
     def clear(self) -> None:
-        for part in self._made.values():
-            part.release()
-        self._captured, self._nodes, self._made, self._asked = {}, {}, {}, Counter()
+        made, self._made, self._nodes, self._asked = self._made, {}, {}, {}
+        for part in made.values():
+            try:
+                part.release()
+            except Exception:
+                logger.warning("a graph was not released", exc_info=True)
 
 
 class Part:
-    """A graph without some of its nodes."""
+    """A graph without some of its nodes. ``used``: the step that used it last."""
 
-    def __init__(self, graph: Any, nodes: Sequence[int]) -> None:
+    def __init__(self, graph: Any, without: Sequence[int], used: int = 0) -> None:
         cuda = _runtime()
         clone = _ok(cuda.cudaGraphClone(cuda.cudaGraph_t(graph.raw_cuda_graph())))
         try:
-            for node in nodes:
+            for node in without:
                 _cut(clone, _ok(cuda.cudaGraphNodeFindInClone(cuda.cudaGraphNode_t(node), clone)))
             self._exec = _ok(cuda.cudaGraphInstantiate(clone, 0))
         finally:
-            _ok(cuda.cudaGraphDestroy(clone))
+            cuda.cudaGraphDestroy(clone)
         self._launch, self._destroy = cuda.cudaGraphLaunch, cuda.cudaGraphExecDestroy
+        self.used = used
 
     def replay(self) -> None:
         _ok(self._launch(self._exec, torch.cuda.current_stream().cuda_stream))

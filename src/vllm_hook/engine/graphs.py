@@ -27,12 +27,12 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
-from .graph_parts import GraphParts, Sites
+from .graph_parts import ROOM, GraphParts, Sites
 
 #: What a step needs of the dispatcher.
 ANY_GRAPH, PYTHON_AT_ATTENTION, NO_GRAPH = 0, 1, 2
 #: Pairs of at most so many tokens are captured in up to so many places, while so much memory is left.
-SMALL, PLACES, ROOM = 4, 4, 512 << 20
+SMALL, PLACES = 4, 4
 #: Bytes of such a pool with its graphs: seen on an 8B model 2 MB at 1 and 2 rows, 22 MB at 4.
 POOL = 10 << 20
 #: Places differ by .6 to 1.3 % or next to nothing. Times whose ratio is below this differ.
@@ -69,10 +69,10 @@ class GraphSets:
             return
         for name in ("capture", "dispatch", "run_fullgraph"):
             delattr(self._manager, name)
-        self._parts.clear()
         self._manager = self._set_live = self._used = None
         self._capture = self._dispatch = self._run = None
         self.hooked, self.plain, self._unused = {}, None, []
+        self._parts.clear()
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Capture all graphs with our launches, the full ones also without. After a memory profile, whose
@@ -204,7 +204,7 @@ class GraphSets:
             self._manager.graphs = self.hooked
 
     def _of_sites(self, desc: Any) -> dict[Any, Any]:
-        part = self._parts.find(self.hooked[desc], self._used())
+        part = self._parts.find(self.hooked[desc], self._used)
         return self.hooked if part is None else {desc: part}
 
 

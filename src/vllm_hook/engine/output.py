@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -85,6 +85,7 @@ class Collector:
     rows: dict[int, Rows] = field(default_factory=dict)
     blocks: list[tuple[Block, int]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    unfit: list[str] = field(default_factory=list)
     observed: dict[str, Observed] | None = None
 
     def lay_out(self) -> dict[str, Observed]:
@@ -97,6 +98,17 @@ class Collector:
             )
         }
         return self.observed
+
+    def guard(self, act: Callable[..., None], *args: Any) -> None:
+        """Rows that do not fit are an error of their request; the front end serves others too."""
+        try:
+            act(*args)
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        logger.error("rows of a request do not fit together", exc_info=error)
+        self.unfit.append(f"failed in the front end: {type(error).__name__}: {error}")
 
     def add(self, records: Sequence[Record | str]) -> None:
         if self.observed is None:
@@ -167,7 +179,11 @@ class Collector:
         for index, (name, _, resolved) in enumerate(context.observations):
             found = observed[name]
             wanted = wanted_positions(resolved, context.prompt_ids, token_ids)
-            values, missing = assemble(self._all_rows(index), wanted, context.lanes[index])
+            try:
+                values, missing = assemble(self._all_rows(index), wanted, context.lanes[index])
+            except Exception as error:
+                self._failed(error)
+                values, missing = None, wanted.tolist()
             found.positions = wanted.tolist()
             found.values = values if values is not None else _no_rows(found)
             if missing:
@@ -184,7 +200,7 @@ class Collector:
         return result
 
     def _why(self, missing: list[int], aborted: bool) -> str:
-        cause = "; ".join(dict.fromkeys(self.failures)) or (
+        cause = "; ".join(dict.fromkeys([*self.failures, *self.unfit])) or (
             "the request was aborted" if aborted else "the engine did not deliver them"
         )
         shown = ", ".join(map(str, missing[:6])) + (", ..." if len(missing) > 6 else "")

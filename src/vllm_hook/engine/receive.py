@@ -95,11 +95,11 @@ class Receiver:
         for block in new:
             for member, (req_id, _) in enumerate(block.members):
                 if (own := self._collector(req_id)) is not None:
-                    own.join(block, member)
+                    own.guard(own.join, block, member)
         for block in over:
             for req_id in dict.fromkeys(req_id for req_id, _ in block.members):
                 if (own := self._collector(req_id)) is not None:
-                    own.leave(block)
+                    own.guard(own.leave, block)
 
     def _collector(self, request_id: str) -> Collector | None:
         """None if it has ended, even if a request without programs has its id now."""
@@ -127,7 +127,7 @@ class Receiver:
         self._share([r for r in rows if isinstance(r, Chunk)])
         own = [r for r in rows if not isinstance(r, Chunk)]
         if own and (collector := self._collector(output.request_id)) is not None:
-            collector.add(own)
+            collector.guard(collector.add, own)
         return AHEAD_KEY not in extra
 
 

@@ -103,7 +103,8 @@ class StepArea:
             taps, edits = self._last
             tables = [taps.table_of] if taps is not None else []
             tables += [edits.table_of, edits.cond_table_of] if edits is not None else []
-            self._used = frozenset(self._numbers[place] for table in tables for place in table)
+            places = {place for table in tables for place in table}
+            self._used = frozenset(self._numbers[place] for place in places if place in self._numbers)
         return self._used
 
     def _write(self, out: np.ndarray, taps: StepPlan | None, edits: EditPlan | None) -> tuple[int, bool]:

@@ -186,6 +186,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Room for rows that may never come. It is a part of what pickle writes, so it must not be what others
     left in memory. (NumPy's zeros, unlike torch's, cost nothing until they are written.)"""
     size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
