@@ -44,7 +44,7 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m vllm_hook.demo.model
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

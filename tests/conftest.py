@@ -35,6 +35,10 @@ if GPU:
     # Else the compiler picks kernels by their time, and two engines that compile apart differ in bits.
     os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
+#: Files that take minutes each: begun first, so that no worker is left with one at the end.
+LONG = ("notebooks", "compile_cache", "triton", "rerank", "readme")
+LONG += ("edit_runners", "passive", "sites", "runners")
+
 #: Arms every site of every layer for every row.
 EVERY_SITE = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z")
 ARM_ALL = {site: {"layers": "all", "rows": "all"} for site in (*EVERY_SITE, "final_norm", "attention")}
@@ -84,6 +88,11 @@ def hook_llm(model: str | Path, **kwargs: Any) -> Iterator[Any]:
         yield llm
     finally:
         stop_engine(llm)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture
