@@ -221,6 +221,19 @@ def test_a_graph_has_its_own_launches(cuda: Cuda) -> None:
         assert cuda.instantiated[cuda.replayed[0]].keys() == left
 
 
+def test_launches_of_the_graph_before_are_not_those_of_the_next(cuda: Cuda) -> None:
+    parts = GraphParts()
+    with parts.watching():
+        for sites in (SITES, {}):
+            parts.keep = True
+            for site, cuda.last in sites.items():
+                assert library.launched is not None
+                library.launched(site)
+            graph = torch.cuda.CUDAGraph()
+            parts.take(graph)
+    assert parts._nodes[graph] == {}
+
+
 def test_there_are_not_too_many(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_parts, "MOST", 2)
     monkeypatch.setattr(graph_parts, "UNUSED", 100)
