@@ -189,7 +189,7 @@ def test_launches_that_are_not_captured_are_not_cut(cuda: Cuda, monkeypatch: pyt
         library.launched(0)
         graph = torch.cuda.CUDAGraph()
         parts.take(graph)
-    assert [ask(parts, graph) for _ in range(2 * ASKED)] == [None] * 2 * ASKED
+    assert parts._nodes[graph] == {}
 
 
 def test_a_launch_tells_the_number_of_its_site(monkeypatch: pytest.MonkeyPatch) -> None:
