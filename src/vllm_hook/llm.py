@@ -30,12 +30,14 @@ def greedy(tokens: int, **more: Any) -> SamplingParams:
 
 
 @contextmanager
-def _naming_the_default(hook: Any) -> Iterator[None]:
+def _naming_the_default(hook: Any, params: Any) -> Iterator[None]:
     """An error of a program that the caller did not name says why it was used (Python 3.11 and later)."""
     try:
         yield
     except HookError as error:
-        if hook is True and hasattr(error, "add_note"):
+        each = params if isinstance(params, Sequence) else [params]
+        named = any(REQUEST_KEY in (getattr(p, "extra_args", None) or {}) for p in each)
+        if hook is True and not named and hasattr(error, "add_note"):
             error.add_note("No hook= was given, so every loaded program is used; hook=False uses none.")
         raise
 
@@ -102,10 +104,11 @@ class HookLLM:
 
         ``hook``: True (default) uses every loaded program, False or None no program but the
         ``always`` ones, a name or a request dict holds for every prompt, and a list gives one of
-        these for each prompt.
+        these for each prompt. Where it is not given, sampling parameters that name programs themselves, in
+        ``extra_args["hook"]`` as on plain vLLM, are followed; where both do, that is an error.
         """
         count = len(prompts) if isinstance(prompts, (list, tuple)) and not _is_token_ids(prompts) else 1
-        with _naming_the_default(hook):
+        with _naming_the_default(hook, sampling_params):
             outputs: list[vllm.RequestOutput] = self.llm.generate(
                 prompts, self._params(sampling_params, count, hook), **kwargs
             )
@@ -117,7 +120,7 @@ class HookLLM:
         """``vllm.LLM.chat`` with ``hook`` as in :meth:`generate`; spans by message work here."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
         count = len(messages) if several else 1
-        with _naming_the_default(hook):
+        with _naming_the_default(hook, sampling_params):
             outputs: list[vllm.RequestOutput] = self.llm.chat(
                 messages, self._params(sampling_params, count, hook), **kwargs
             )
@@ -147,7 +150,15 @@ class HookLLM:
 
     def _with_hook(self, params: SamplingParams, hook: Any) -> SamplingParams:
         """A copy of ``params`` that names its programs; the caller's object is left as it is."""
-        if hook is True:
+        own = (params.extra_args or {}).get(REQUEST_KEY)
+        if own is not None:
+            if hook is not True:
+                raise ProgramError(
+                    "hook",
+                    f"is given twice: {hook!r} here and {own!r} in extra_args['hook'] of the parameters",
+                )
+            hook = own
+        elif hook is True:
             hook = {"use": list(self.frontend.programs)}
         elif isinstance(hook, Mapping) and "use" not in hook:
             hook = {"use": list(self.frontend.programs), **hook}

@@ -220,6 +220,28 @@ def test_span_not_found_in_text(tiny_llama, tiny_reference, odd_programs):
     still_works(tiny_llama, tiny_reference, "good")
 
 
+def test_parameters_may_name_the_programs(tiny_llama, good, use):
+    """As on plain vLLM; but not both they and ``hook=``."""
+    use({"x": STATE}, name="other")
+
+    def used(extra, **hook):
+        params = greedy(extra_args=extra)
+        (out,) = tiny_llama.generate(PROMPT, params, use_tqdm=False, **hook)
+        assert params.extra_args == extra
+        return {name for name, _ in out.hook.programs} if out.hook is not None else set()
+
+    assert used(None) == {"good", "other"}
+    assert used({"hook": "good"}) == {"good"}
+    assert used({"hook": ["other", "good"]}) == {"good", "other"}
+    assert used({"hook": False}) == used(None, hook=False) == used(None, hook=None) == set()
+    for hook in ("good", False, None, {"use": ["other"]}):
+        with pytest.raises(ProgramError, match=r"hook: is given twice.*'other'.*extra_args"):
+            used({"hook": "other"}, hook=hook)
+    with pytest.raises(ProgramError, match="nobody") as named:
+        used({"hook": "nobody"})
+    assert not getattr(named.value, "__notes__", [])
+
+
 def test_number_of_specs(tiny_llama, good):
     with pytest.raises(ProgramError, match="3 given for 2 prompts"):
         tiny_llama.generate([PROMPT, PROMPT], greedy(), hook=["good"] * 3)

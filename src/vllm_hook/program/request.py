@@ -81,7 +81,8 @@ def parse_request(value: Any) -> RequestSpec | None:
         value = {"use": value}
     if not isinstance(value, dict):
         raise ProgramError(
-            HOOK_ARG, f"{value!r}: give the name of a program, a list of names, a request dict, or 0 for none"
+            HOOK_ARG,
+            f"{value!r}: give the name of a program, a list of names, a request dict, or False for none",
         )
     if "schema" in value:
         raise ProgramError(

@@ -111,7 +111,10 @@ def _assign(
             if found:
                 wanted = " or ".join(repr(f"{p}/{e}.{name}") for p, e in found)
                 raise ProgramError("hook.set", f"{key!r} is ambiguous; write {wanted}")
-            raise ProgramError("hook.set", f"{key!r} names no intervention in use; interventions: {known}")
+            raise ProgramError(
+                "hook.set",
+                f"{key!r} names no intervention in use; interventions: {known} (write id.parameter)",
+            )
         allowed = owners[found[0]].scalars
         if name not in allowed:
             raise ProgramError(
