@@ -21,6 +21,9 @@ class Collected(list):
 
     add = list.extend
 
+    def guard(self, act, *args):
+        act(*args)
+
     def join(self, block: Block, member: int) -> None:
         self.append((block, member))
 

@@ -407,6 +407,9 @@ def test_several_front_ends_are_refused():
 
 
 def test_the_rust_front_end_is_refused(monkeypatch):
+    from vllm import envs
+
+    envs.disable_envs_cache()  # an engine of this process may have read them
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(UnsupportedError, match=r"VLLM_USE_RUST_FRONTEND=1 \(0 works\)"):
         settings._refuse(drafting())
