@@ -166,7 +166,9 @@ def read_heads(source: Any) -> list[Head] | None:
             ) from None
     pairs = [tuple(pair) for pair in source]
     if not pairs or any(len(p) != 2 or not all(isinstance(n, int) and n >= 0 for n in p) for p in pairs):
-        raise HookError(f"heads: {source!r} is not a list of (layer, head) pairs")
+        raise HookError(
+            f"heads: {source!r} is not a list of (layer, head) pairs, on the command line 8-3,12-0"
+        )
     return [(layer, head) for layer, head in pairs]
 
 

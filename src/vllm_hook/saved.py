@@ -198,7 +198,10 @@ def write(
     if path.suffix == ".html":
         return save_html(path, figures, tables, title)
     if not figures:
-        raise HookError("nothing to draw: no scores, and no `attention` observation with the words beside it")
+        raise HookError(
+            "nothing to draw: no scores, and no `attention` observation with the words beside it, which "
+            "`vllm-hook run --save` keeps"
+        )
     images = [Image.open(io.BytesIO(png(figure))).convert("RGB") for figure in figures.values()]
     width, height = max(i.width for i in images), sum(i.height for i in images)
     page = Image.new("RGB", (width, height), "white")

@@ -72,6 +72,8 @@ def parse_request(value: Any) -> RequestSpec | None:
             raise ProgramError(HOOK_ARG, f"not valid JSON: {error}") from None
     if isinstance(value, (bool, int, float)) and value == 0:
         return RequestSpec(use=())
+    if value == "":
+        raise ProgramError(HOOK_ARG, "is empty; give the name of a program, or False for none")
     names = value["use"] if isinstance(value, dict) and value.keys() == {"use"} else value
     if _short(names):
         return _using(names)
