@@ -286,7 +286,6 @@ def test_a_full_request() -> None:
         (True, "True: give the name of a program"),
         (3, "3: give the name"),
         (object(), "give the name of a program, a list of names, a request dict, or False"),
-        ("", "use: '' is not a valid program name"),
         ("No Such", "use: 'No Such' is not a valid program name"),
         ("{use: guard}", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
