@@ -14,7 +14,6 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_hook.engine import adapter
-from vllm_hook.engine.frontend import _Held
 from vllm_hook.engine.receive import Payload
 from vllm_hook.engine.runner import OUTPUT_KEY, RunnerHook
 from vllm_hook.runtime.rows import Record
@@ -94,7 +93,7 @@ def test_workers_in_other_processes_are_sent_plain_data():
     """Of a request's payload the front end keeps what it needs besides: locks, too."""
     data = Payload({"watch": []})
     data.context, data.samples = object(), 1
-    data.release = _Held(partial(lambda lock: None, threading.RLock()))
+    data.give_back = partial(lambda lock: None, threading.RLock())
     sent = pickle.loads(pickle.dumps(data))
     assert (type(sent), sent) == (dict, {"watch": []})
     assert copy.deepcopy({"p": data})["p"] is data
@@ -102,12 +101,17 @@ def test_workers_in_other_processes_are_sent_plain_data():
 
 def test_what_is_held_is_given_back_once():
     told = []
-    held = _Held(lambda: told.append(1))
-    held()
-    held()
+    held = Payload()
+    held.samples, held.give_back = 2, lambda: told.append(1)
+    held.ended()
+    assert not told
+    held.ended()
+    held.release()
     del held
     assert told == [1]
-    _Held(lambda: told.append(2))
+    lost = Payload()
+    lost.give_back = lambda: told.append(2)
+    del lost
     assert told == [1, 2]
 
 

@@ -19,7 +19,7 @@ LANES = (Lane("resid_post", (0, 1), reduce=("norm",)), Lane("resid_pre", (0, 1),
 PROMPT = 3
 
 
-def collector(prompt=PROMPT):
+def collector(prompt=PROMPT, fixed=(None, None)):
     observations = tuple(
         (
             f"p/o{i}",
@@ -29,8 +29,8 @@ def collector(prompt=PROMPT):
         for i, lane in enumerate(LANES)
     )
     context = SimpleNamespace(
-        observations=observations, lanes=LANES, prompt_ids=(7,) * prompt, uses=(), edits=None,
-        programs=[("p", "digest")], spans=(("p/s", ((0, 2),)),),
+        observations=observations, lanes=LANES, prompt=prompt, uses=(), edits=None,
+        judged=False, fixed=fixed, programs=[("p", "digest")], spans=(("p/s", ((0, 2),)),),
     )  # fmt: skip
     return Collector(context, 99)
 
@@ -68,15 +68,10 @@ class Front:
                 for index in range(len(LANES)):
                     self.own[r].add([Record(index, at, self.rows(r, index)[:, None])])
         if chunks:
-            new, over = self.blocks.add(chunks)
-            for block in new:
+            for block in self.blocks.add(chunks):
                 for i, (r, _) in enumerate(block.members):
                     if int(r) in self.own:
                         self.own[int(r)].join(block, i)
-            for block in over:
-                for r in dict.fromkeys(r for r, _ in block.members):
-                    if int(r) in self.own:
-                        self.own[int(r)].leave(block)
         for r in order:
             self.at[r] += 1
 
@@ -101,7 +96,8 @@ class Front:
 @settings(max_examples=80, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 5), st.integers(2, 40))
 def test_each_has_its_rows_whoever_comes_goes_and_is_run_again(random, requests, steps):
-    before, rows_module.BLOCK_STEPS = rows_module.BLOCK_STEPS, random.choice([2, 5, 64])
+    before = rows_module.BLOCK_STEPS, rows_module.ONE_BY_ONE
+    rows_module.BLOCK_STEPS, rows_module.ONE_BY_ONE = random.choice([2, 5, 64]), random.choice([0, 1, 4])
     try:
         front = Front(range(requests))
         for _ in range(steps):
@@ -120,7 +116,28 @@ def test_each_has_its_rows_whoever_comes_goes_and_is_run_again(random, requests,
         for request in list(front.own):
             front.end(request)
     finally:
-        rows_module.BLOCK_STEPS = before
+        rows_module.BLOCK_STEPS, rows_module.ONE_BY_ONE = before
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_many_that_end_together_are_joined_at_once(monkeypatch, twice):
+    """The first two come a step earlier, and end a step earlier: three blocks, of which the others share
+    two."""
+    front = Front(range(12))
+    front.step([0, 1])
+    for _ in range(5):
+        front.step(range(12), together=twice)
+    front.end(0)
+    front.end(1)
+    front.step(range(2, 12), together=twice)
+    calls = []
+    cat = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda parts, dim: calls.append(len(parts)) or cat(parts, dim=dim))
+    results = [front.end(r) for r in range(2, 12)]
+    assert len(calls) == 2 * rows_module.ONE_BY_ONE // (1 + twice) + 2 // (1 + twice)
+    for result in results:
+        for found in result.observed.values():
+            assert found.values.untyped_storage().nbytes() == found.values.nbytes
 
 
 def test_few_blocks_are_kept_whoever_closes_them():
@@ -143,8 +160,7 @@ def test_rows_of_two_observations_keep_their_order_when_one_is_taken_first():
         return Chunk(tuple(("0", i) for i in indices), at, torch.full((len(indices), 2), value))
 
     for chunks in ([chunk(1.0, 1)], [chunk(2.0, 0, 1)]):
-        new, _ = blocks.add(chunks)
-        for block in new:
+        for block in blocks.add(chunks):
             for i in range(len(block.members)):
                 own.join(block, i)
     own.add([Record(0, np.asarray([PROMPT + 1], dtype=np.int32), torch.full((2, 1), 3.0))])
@@ -211,11 +227,35 @@ def test_blocks_that_do_not_fit_are_an_error_of_their_request():
     blocks, own = Blocks(), collector()
     at = np.asarray([PROMPT], dtype=np.int32)
     for values in (torch.ones(1, 2), torch.ones(1, 3)):
-        (block,), _ = blocks.add([Chunk((("0", 0),), at, values)])
+        (block,) = blocks.add([Chunk((("0", 0),), at, values)])
         block.closed = True
         own.guard(own.join, block, 0)
     result = own.finish([7, 7], aborted=False)
     assert "failed in the front end" in result.errors["p/o0"]
+
+
+def test_rows_of_the_prompt_take_their_place_before_the_end():
+    wanted = np.asarray([PROMPT], dtype=np.int32)
+    own = collector(fixed=(wanted, wanted))
+    own.add([Record(0, wanted, torch.full((2, 1), 5.0)), Record(1, wanted + 1, torch.ones(2, 1))])
+    assert own.lay_out() is own.lay_out()
+    assert own.observed["p/o0"].values.tolist() == [[5], [5]]
+    assert [*own.rows] == [1]  # not what was asked for
+    own.add([Record(1, wanted, torch.full((2, 1), 6.0))])
+    own.lay_out()
+    result = own.finish([7, 7], aborted=False)
+    assert not result.errors
+    assert result.observed["o0"].positions == result.observed["o1"].positions == [PROMPT]
+    assert [result.observed[f"o{i}"].values.tolist() for i in range(2)] == [[[5], [5]], [[6], [6]]]
+
+
+def test_rows_of_the_prompt_that_do_not_fit_are_an_error_at_the_end():
+    wanted = np.asarray([PROMPT], dtype=np.int32)
+    own = collector(fixed=(wanted, None))
+    own.add([Record(0, wanted, torch.ones(2, 1))])
+    own.rows[0]._parts = [None]
+    own.lay_out()
+    assert "failed in the front end" in own.finish([7, 7], aborted=False).errors["p/o0"]
 
 
 @pytest.mark.parametrize("aborted", [False, True])

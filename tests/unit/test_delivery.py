@@ -27,8 +27,8 @@ class Collected(list):
     def join(self, block: Block, member: int) -> None:
         self.append((block, member))
 
-    def leave(self, block: Block) -> None:
-        raise AssertionError("no block is over after one step")
+    def lay_out(self) -> None:
+        pass
 
 
 class Front:
@@ -38,7 +38,7 @@ class Front:
         self.seen = []
         self.request_states = {r: SimpleNamespace(_vllm_hook=Collected()) for r in req_ids}
         self.add_request = self.abort_requests = None
-        Receiver(self, lambda context, params: 99)
+        Receiver(self)
 
     def process_outputs(self, outputs):
         self.seen += outputs
@@ -93,6 +93,23 @@ def test_a_large_record_beside_a_chunk_is_not_copied():
     assert torch.equal(got.values, record.values)
     ((block, member),) = front.collected("b")
     assert torch.equal(block.record(member).values, torch.tensor([[2.0], [3.0]]))
+
+
+def test_large_rows_of_many_requests_are_one_message_and_belong_to_each():
+    """The engine describes them once; the front end gives each request its own row in memory of its own."""
+    rows = torch.randn(3, 2, wire.LARGE // 8)
+    members = tuple((r, 0) for r in ("a", "gone", "b"))
+    step = outputs("a", "b")
+    scheduler({}, [Chunk(members, np.asarray([7, 8, 9], dtype=np.int32), rows)])._deliver(step)
+    assert len(step[0].outputs) == 2
+    assert sent_from(step[0]) == [rows.data_ptr()]
+    front = Front("a", "b")
+    front.process_outputs(transferred(step[0]))
+    for req_id, i in (("a", 0), ("b", 2)):
+        (got,) = front.collected(req_id)
+        assert got.positions.tolist() == [7 + i]
+        assert torch.equal(got.values, rows[i][:, None])
+        assert got.values.untyped_storage().nbytes() == got.values.nbytes
 
 
 def test_large_records_of_one_request_and_of_several_are_not_copied():

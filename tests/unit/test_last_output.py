@@ -24,7 +24,10 @@ class Collector:
     """Counts how often a result is asked for."""
 
     def __init__(self, context, end):
-        self.results = count()
+        self.results, self.laid_out = count(), 0
+
+    def lay_out(self):
+        self.laid_out += 1
 
     def finish(self, token_ids, aborted):
         assert next(self.results) == 0, "finished twice"
@@ -36,14 +39,15 @@ class Engine:
 
     def __init__(self):
         self.outputs = OutputProcessor(None, log_stats=False)
-        receive.Receiver(self.outputs, lambda context, params: 99)
+        receive.Receiver(self.outputs)
         self.released = []
 
     def add(self, name, kind, hooked=True, n=1, queue=None, **more):
         params = SamplingParams(max_tokens=4, output_kind=kind, n=n, **more)
         if hooked:
             data = receive.Payload()
-            data.context, data.samples, data.release = None, n, lambda: self.released.append(name)
+            data.context, data.samples, data.end = None, n, 99
+            data.give_back = lambda: self.released.append(name)
             params.extra_args = {PAYLOAD_KEY: data}
         request = EngineCoreRequest(
             name, [1, 2], None, params, None, 0.0, None, None, None, external_req_id=f"user's {name}"
@@ -94,6 +98,19 @@ def test_nothing_of_ours_runs_while_tokens_are_streamed(engine):
     engine.add("a", DELTA)
     engine.step("a")
     assert type(engine.outputs.request_states["a"]) is RequestState
+
+
+def test_results_are_laid_out_behind_the_first_step_and_once(engine, monkeypatch):
+    made = []
+    new = Collector.__init__
+    monkeypatch.setattr(Collector, "__init__", lambda self, *args: made.append(self) or new(self, *args))
+    engine.add("a", RequestOutputKind.FINAL_ONLY)
+    assert [c.laid_out for c in made] == [0]
+    for _ in range(2):
+        engine.step("a")
+    engine.add("b", RequestOutputKind.DELTA)
+    engine.step("a", "b", last=("b",))
+    assert [c.laid_out for c in made] == [1, 1]
 
 
 def test_a_final_output_carries_it(engine):

@@ -4,6 +4,8 @@ The fake runs any schedule that an engine may run. A row's content names its req
 site, so whatever reaches the front end in the wrong place is seen.
 """
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,16 @@ from vllm_hook.runtime.buffers import SiteBank, site_bytes, tap_sites
 from vllm_hook.runtime.collect import collect, split
 from vllm_hook.runtime.edit_bank import EditBank
 from vllm_hook.runtime.plan import BatchView, Planner, make_plan, positions_within
-from vllm_hook.runtime.requests import PAYLOAD_KEY, Lane, Tracker, payload, read_payload, worker_rows
+from vllm_hook.runtime.requests import (
+    PAYLOAD_KEY,
+    Lane,
+    Tracker,
+    packed,
+    payload,
+    read_payload,
+    unpacked,
+    worker_rows,
+)
 from vllm_hook.runtime.rows import BLOCK_STEPS, Blocks, Chunk, Record, Rows, in_line
 from vllm_hook.sites import Armed, ModelFacts
 
@@ -62,9 +73,8 @@ class FakeEngine:
         observations = [
             ResolvedObservation(f"o{i}", rows, frozenset(), ()) for i, (_, rows) in enumerate(watches)
         ]
-        self.tracker.add(
-            str(req), {PAYLOAD_KEY: payload(observations, [lane for lane, _ in watches], prompt)}, 0
-        )
+        sent = packed(payload(observations, [lane for lane, _ in watches], prompt))
+        self.tracker.add(str(req), {PAYLOAD_KEY: sent}, 0)
 
     def resume(self, req, known):
         self.plans.sync(self.tracker.states)
@@ -72,22 +82,21 @@ class FakeEngine:
 
     def receive(self, records, chunks):
         """As the front end does."""
-        new, over = self.blocks.add(chunks) if chunks else ([], [])
-        for block in new:
+        for chunk in chunks:
+            for req, record in () if chunk.small else chunk.records():
+                self.flush(int(req))
+                self.rows.setdefault(int(req), []).append(record)
+        small = [chunk for chunk in chunks if chunk.small]
+        for block in self.blocks.add(small) if small else ():
             for member, (req, _) in enumerate(block.members):
                 self.joined.setdefault(int(req), []).append((block, member))
-        for block in over:
-            for req, _ in block.members:
-                self.flush(int(req), block)
         for req, own in records.items():
             self.flush(int(req))
             self.rows.setdefault(int(req), []).extend(own)
 
-    def flush(self, req, only=None):
-        for entry in list(self.joined.get(req, [])):
-            if only in (None, entry[0]):
-                self.joined[req].remove(entry)
-                self.rows.setdefault(req, []).append(entry[0].record(entry[1]))
+    def flush(self, req):
+        for block, member in self.joined.pop(req, []):
+            self.rows.setdefault(req, []).append(block.record(member))
 
     def step(self, batch):
         """``batch``: (request, first position, number of rows)."""
@@ -162,11 +171,16 @@ def workloads(draw):
     )
 
 
-@given(workloads())
+@given(workloads(), st.sampled_from([0, 80, 512]))
 @settings(max_examples=150, deadline=None)
-def test_any_schedule_gives_exactly_the_rows(workload):
-    """Random chunks, order of the batch, and preemption with resumption from a random cached prefix."""
-    watches_of, lengths, random = workload
+def test_any_schedule_gives_exactly_the_rows(workload, small):
+    """Random chunks, order of the batch, and preemption with resumption from a random cached prefix. Rows of
+    all, some and no observations are too large to stay together."""
+    with mock.patch.object(rows_module, "SMALL_ROW", small):
+        _run_any_schedule(*workload)
+
+
+def _run_any_schedule(watches_of, lengths, random):
     engine = FakeEngine()
     done = dict.fromkeys(watches_of, 0)
     high = dict.fromkeys(watches_of, 0)
@@ -231,16 +245,18 @@ def test_rows_of_many_requests_travel_together():
     check(engine, watches, {0: 9, 1: 7, 2: 9})
 
 
-def test_nobody_keeps_the_rows_of_neighbours_for_long(monkeypatch):
-    """Blocks are handed out when they are full, or when who shares them changes; each row is its owner's."""
+def test_a_block_is_closed_when_it_is_full_or_its_members_change(monkeypatch):
     monkeypatch.setattr(rows_module, "BLOCK_STEPS", 4)
     engine, watches = decoding(3, lane=Lane("resid_pre", (1,), reduce=("norm",)))
     for at in range(3, 12):
         engine.step([(r, at, 1) for r in range(3)])
-        assert all(len(block._values) < 4 for own in engine.joined.values() for block, _ in own)
+    blocks = [block for block, _ in engine.joined[0]]
+    assert [len(block._values) for block in blocks] == [4, 4, 1]
+    assert [block.closed for block in blocks] == [True, True, False]
     for at in range(12, 15):
         engine.step([(0, at, 1), (2, at, 1)])
-        assert all(len(block.members) == 2 for r in (0, 2) for block, _ in engine.joined[r])
+    assert blocks[2].closed
+    assert len(engine.joined[1]) == 3
     check(engine, watches, {0: 15, 1: 12, 2: 15})
     for records in engine.rows.values():
         for record in records[1:]:  # the first came in the prompt
@@ -320,7 +336,7 @@ def test_more_rows_than_armed_is_a_capacity_error():
     )
     tracker = Tracker(None)
     observation = ResolvedObservation("o", ((0, None),), frozenset(), ())
-    tracker.add("0", {PAYLOAD_KEY: payload([observation], [Lane("resid_post", (0,))], 5)}, 0)
+    tracker.add("0", {PAYLOAD_KEY: packed(payload([observation], [Lane("resid_post", (0,))], 5))}, 0)
     plan = make_plan(BatchView(["0"], [0, 3], [0]), tracker.states)
     with pytest.raises(CapacityError, match=r"3 rows at site resid_post of layer 0.*2 armed"):
         bank.load(plan)
@@ -341,9 +357,7 @@ def test_floor_is_the_first_prompt_row(selected, prompt_len):
     assert floor == (min(wanted) if wanted else None)
 
 
-def test_payload_is_plain_data_and_reads_back():
-    import json
-
+def test_payload_travels_as_bytes_and_reads_back():
     lanes = [
         Lane("attention_mass", (0, 1), ((0, 1), (1, 0))),
         Lane("z", (1,), (1,), ("norm",), "float32"),
@@ -357,14 +371,22 @@ def test_payload_is_plain_data_and_reads_back():
         ResolvedObservation("c", ((0, None),), frozenset(), ()),
     ]
     probe = {"weight": torch.ones(4)}
-    watches = read_payload(json.loads(json.dumps(payload(observations, lanes, 8))), {"d/p": probe})
+    sent = packed(payload(observations, lanes, 8))
+    assert [*map(type, sent.values())] == [bytes]
+    assert unpacked({"other": 1}) is unpacked(None) is None
+    data = unpacked({PAYLOAD_KEY: sent})
+    assert (data["floor"], data["edit"], data["prompt"]) == (0, None, 8)
+    watches = read_payload(data, {"d/p": probe})
     assert [w.lane for w in watches] == lanes
     assert [w.index for w in watches] == [0, 1, 2]
     assert watches[0].rows == ((3, 4), (9, None))
     assert watches[0].spans == (((0, 2), (5, 6)), ((1, 3),))
     assert watches[2].reducer is probe
     with pytest.raises(KeyError):
-        read_payload(payload(observations, lanes, 8), {})
+        read_payload(data, {})
+    again = read_payload(unpacked({PAYLOAD_KEY: packed(payload(observations, lanes, 8))}), {"d/p": probe})
+    assert [w.lane is v.lane for w, v in zip(watches, again, strict=True)] == [True] * 3
+    assert watches[0] is not again[0]  # each request has watches of its own
 
 
 def test_token_ids_take_all_generated_rows_on_the_device():
@@ -413,17 +435,19 @@ def test_steps_that_come_at_once_are_of_one_block():
     def chunk(i):
         return Chunk(members, np.asarray([i, i], dtype=np.int32), torch.full((2, 1), float(i)))
 
-    new, over = blocks.add([chunk(0), chunk(1)])
+    new = blocks.add([chunk(0), chunk(1)])
     for i in range(2, 3 * BLOCK_STEPS):
-        more, done = blocks.add([chunk(i)])
-        new, over = new + more, over + done
-    assert len(new) == len(over) == 3
+        new += blocks.add([chunk(i)])
+    assert len(new) == 3
+    assert all(block.closed for block in new)
     assert [x for block in new for x in block.record(1).positions.tolist()] == list(range(3 * BLOCK_STEPS))
-    [taken], _ = blocks.add([chunk(500)])
+    [taken] = blocks.add([chunk(500)])
     taken.record(0)  # a member left
-    new, over = blocks.add([chunk(501)])
-    assert over == [taken]
-    assert new[0] is not taken
+    [other] = blocks.add([chunk(501)])
+    assert other is not taken
+    assert not other.closed
+    blocks.add([Chunk(members[:1], np.asarray([502], dtype=np.int32), torch.zeros(1, 1))])
+    assert other.closed  # nothing is added any more
 
 
 def rows_of(chunks, most=6, alone=True):

@@ -18,7 +18,7 @@ from vllm_hook.runtime.buffers import SiteBank, _area_size
 from vllm_hook.runtime.edit_bank import EditBank
 from vllm_hook.runtime.edit_plan import EditPlanner, make_edit_plan
 from vllm_hook.runtime.plan import BatchView, Planner, make_plan
-from vllm_hook.runtime.requests import PAYLOAD_KEY, Lane, RequestState, Tracker, Watch
+from vllm_hook.runtime.requests import PAYLOAD_KEY, Lane, RequestState, Tracker, Watch, packed
 from vllm_hook.sites import Armed
 from worlds import FACTS, PLACES, World, on_cpu, play
 
@@ -215,7 +215,7 @@ def test_which_steps_cannot_run_as_captured_graphs():
     }  # fmt: skip
     for name, edits in steered.items():
         data = {"watch": [], "edit": {"edits": [edits], "digest": None}, "prompt": 8}
-        tracker.add(name, {PAYLOAD_KEY: data}, 8)
+        tracker.add(name, {PAYLOAD_KEY: packed(data)}, 8)
 
     def need(new=(), **running):
         cached = SimpleNamespace(req_ids=[*running], num_computed_tokens=[*running.values()])
@@ -288,7 +288,7 @@ def test_steps_after_the_last_watched_row_take_nothing_and_all_others_what_they_
             watched = [] if r.random() < 0.3 else [{**watch, "rows": rows, "spans": []}]
             data = {"watch": watched, "edit": None, "prompt": prompt}
             for tracker in trackers:
-                tracker.add(name, {PAYLOAD_KEY: data}, prompt)
+                tracker.add(name, {PAYLOAD_KEY: packed(data)}, prompt)
             running[name] = [0, prompt]
         for name in [*running]:
             if r.random() < 0.02:
@@ -314,7 +314,7 @@ def test_a_batch_is_not_laid_out_when_nothing_will_be_asked_of_it():
     watch = {"site": "resid_post", "layers": [1], "heads": None, "reduce": None, "dtype": None, "spans": []}
     for name in ("a", "b"):
         data = {"watch": [{**watch, "rows": [[3, 4]]}], "edit": None, "prompt": 4}
-        steps.hook.tracker.add(name, {PAYLOAD_KEY: data}, 4)
+        steps.hook.tracker.add(name, {PAYLOAD_KEY: packed(data)}, 4)
     assert steps.took(BatchView(["a", "b"], [0, 4, 8], [0, 0])) == [("a", 0, 3), ("b", 0, 3)]
     assert steps.took(BatchView(["a"], [0, 1], [4])) == []  # b waits
     assert steps.took(BatchView(["a", "b"], [0, 1, 2], [5, 4])) == []
@@ -346,7 +346,7 @@ def test_a_request_that_cannot_be_read_holds_no_slots():
     }  # fmt: skip
     data = {"watch": [watch], "edit": {"edits": [edit(0)]}, "prompt": 3}
     with pytest.raises(KeyError):
-        tracker.add("r", {PAYLOAD_KEY: data}, 0)
+        tracker.add("r", {PAYLOAD_KEY: packed(data)}, 0)
     assert bank.used() == {"vectors": 0, "gates": 0}
     assert not tracker.states
 

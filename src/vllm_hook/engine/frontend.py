@@ -34,7 +34,7 @@ from ..program.schema import (
 from ..runtime.edit_limits import HEAVY, ROW_GATES
 from ..runtime.edits import resolve_edits
 from ..runtime.loading import LoadedProgram, load_program
-from ..runtime.requests import PAYLOAD_KEY, Lane, payload
+from ..runtime.requests import PAYLOAD_KEY, Lane, packed, payload
 from ..suggest import did_you_mean
 from .chat import carry_chat, read_prompt
 from .output import Context, Use, most_rows
@@ -58,22 +58,6 @@ def _by_token(resolved: ResolvedProgram) -> bool:
     return any(o.token_ids for o in resolved.observations) or any(e.token_ids for e in resolved.edits)
 
 
-class _Held:
-    """Gives back once what is held for a request: when it is called, or when nobody is left to call."""
-
-    def __init__(self, release: Callable[[], None]) -> None:
-        self._left = [release]
-
-    def __call__(self) -> None:
-        try:
-            release = self._left.pop()
-        except IndexError:
-            return
-        release()
-
-    __del__ = __call__
-
-
 class Frontend:
     """Programs, admission and results of one engine."""
 
@@ -94,7 +78,7 @@ class Frontend:
         inputs.process_inputs = self.process_inputs
         inputs.process_inputs_async = make_async(self.process_inputs, executor=inputs.renderer._executor)
         self._inputs = inputs
-        self._receiver = Receiver(engine.output_processor, self._end)
+        self._receiver = Receiver(engine.output_processor)
         carry_chat(inputs.renderer)
 
     # -- programs ---------------------------------------------------------------------------
@@ -197,10 +181,10 @@ class Frontend:
         if request.prompt_token_ids is None:
             raise UnsupportedError("prompts given as embeddings cannot use programs")
         context = self._context(programs, spec, prompt, request.prompt_token_ids)
-        self._check_size(context, request.sampling_params)
-        release = self._hold(context, params.n or 1)
         data = Payload(context.data)
-        data.context, data.release, data.samples = context, release, params.n
+        data.context, data.samples, data.end = context, params.n, self._end(context, request.sampling_params)
+        self._check_size(context, params.n, data.end)
+        data.give_back = self._hold(context, params.n)
         request.sampling_params.extra_args = {**(params.extra_args or {}), PAYLOAD_KEY: data}
         return request
 
@@ -223,7 +207,7 @@ class Frontend:
         scalars = tuple(sorted(spec.set.items())) if spec is not None and spec.set else ()
         key = (tuple([p.digest for p in programs]), len(token_ids), scalars)
         if not overrides and (found := self._resolved.get(key)) is not None:
-            return found.of(tuple(token_ids))
+            return found
         known = {name for p in programs for name in p.checked.spans}
         if unknown := sorted(key for key in overrides if split_span_ref(key)[0] not in known):
             raise ProgramError(
@@ -250,16 +234,16 @@ class Frontend:
         elif spec is not None and spec.set:
             raise ProgramError("hook.set", f"{next(iter(spec.set))!r} names no intervention in use")
         observed = [o for use in uses for o in use.resolved.observations]
-        data = payload(observed, lanes, len(token_ids), edits)
-        context = Context(tuple(uses), tuple(lanes), tuple(token_ids), edits, data)
+        data = packed(payload(observed, lanes, len(token_ids), edits))
+        context = Context(tuple(uses), tuple(lanes), len(token_ids), edits, data)
         if not (with_text or overrides or any(_by_token(use.resolved) for use in uses)):
             # Only the length of the prompt matters.
             if len(self._resolved) >= RESOLVED_KEPT:
                 self._resolved.clear()
-            self._resolved[key] = context.of(())
+            self._resolved[key] = context
         return context
 
-    def _hold(self, context: Context, samples: int) -> Callable[[], Any]:
+    def _hold(self, context: Context, samples: int) -> Callable[[], None]:
         """Take the slots of a request; what is returned gives back all that is held for it."""
         edits = context.edits
         vectors = edits.vectors if edits is not None else frozenset()
@@ -272,7 +256,7 @@ class Frontend:
                 self._row_gates += gates
                 self._entries += entries
         digests = [use.digest for use in context.uses]
-        return _Held(partial(self._release, digests, vectors, gates, entries))
+        return partial(self._release, digests, vectors, gates, entries)
 
     def _check_slots(self, vectors: frozenset[tuple[str, str]], gates: int, entries: int) -> None:
         """Vectors and gates by row of running requests hold slots; scalars take none."""
@@ -300,21 +284,17 @@ class Frontend:
 
     def _end(self, context: Context, params: SamplingParams) -> int:
         """Positions of the request lie below."""
-        return min(self._max_len, len(context.prompt_ids) + (params.max_tokens or self._max_len))
+        return min(self._max_len, context.prompt + (params.max_tokens or self._max_len))
 
-    def _check_size(self, context: Context, params: SamplingParams) -> None:
-        prompt, end = len(context.prompt_ids), self._end(context, params)
-        key = end, params.n or 1
+    def _check_size(self, context: Context, samples: int, end: int) -> None:
+        key = end, samples
         if key in context.fitting:
             return
         total = 0
         for (name, _, resolved), lane in zip(context.observations, context.lanes, strict=True):
-            rows = most_rows(resolved, prompt, end)
-            size = (
-                (params.n or 1)
-                * rows
-                * row_bytes(lane, self.settings, self._item, keys=end, spans=len(resolved.keys))
-            )
+            rows = most_rows(resolved, context.prompt, end)
+            spans = len(resolved.keys)
+            size = samples * rows * row_bytes(lane, self.settings, self._item, keys=end, spans=spans)
             total += size
             if lane.site == "attention" and size > ATTENTION_BYTES:
                 raise CapacityError(

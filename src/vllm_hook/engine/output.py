@@ -41,28 +41,25 @@ class Use:
 
 @dataclass(frozen=True)
 class Context:
-    """What was fixed at admission; shared by the n samples of a request. ``lanes`` run in the order
-    of the observations of all ``uses``; ``data`` is the form in which all of it travels. What does not
-    depend on the prompt is shared by requests that use the same programs in the same way; ``fitting``:
-    (end of positions, n) of those whose results were found not to be too large. Made from ``uses``:
-    ``observations``, (qualified id, definition, resolved form) in the order of the payload, and what results
-    say of ``programs`` and ``spans``."""
+    """What was fixed at admission, for ``prompt`` tokens; shared by requests that use the same programs in
+    the same way. ``lanes`` run in the order of the observations of all ``uses``; ``data`` is the form in
+    which all of it travels; ``fitting``: (end of positions, n) of those whose results were found not to be
+    too large. Made from ``uses``: ``observations``, (qualified id, definition, resolved form) in the order of
+    the payload, what results say of ``programs`` and ``spans``, whether anything is to be ``judged``: scored
+    or tagged, and the positions of each observation where the tokens that are generated make no
+    difference (``fixed``)."""
 
     uses: tuple[Use, ...]
     lanes: tuple[Lane, ...]
-    prompt_ids: Sequence[int]
+    prompt: int
     edits: EditRequest | None = None
     data: Mapping[str, Any] = field(default_factory=dict, compare=False)
     fitting: set[tuple[int, int]] = field(default_factory=set, compare=False)
     observations: tuple[tuple[str, Observation, ResolvedObservation], ...] = field(init=False, compare=False)
     programs: list[tuple[str, str]] = field(init=False, compare=False)
     spans: tuple[tuple[str, tuple[Range, ...]], ...] = field(init=False, compare=False)
-
-    def of(self, prompt_ids: tuple[int, ...]) -> Context:
-        """The same for another prompt. (Many requests differ in nothing else: ``replace`` takes 6 us.)"""
-        other = object.__new__(Context)
-        other.__dict__.update(self.__dict__, prompt_ids=prompt_ids)
-        return other
+    judged: bool = field(init=False, compare=False)
+    fixed: tuple[np.ndarray | None, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         named = tuple(
@@ -74,30 +71,53 @@ class Context:
         object.__setattr__(self, "programs", [(use.program.name, use.digest) for use in self.uses])
         spans = [(f"{u.program.name}/{name}", r) for u in self.uses for name, r in u.resolved.spans.items()]
         object.__setattr__(self, "spans", tuple(spans))
+        judged = any(use.program.analyses or use.program.rules for use in self.uses)
+        object.__setattr__(self, "judged", judged)
+        object.__setattr__(self, "fixed", tuple(self._fixed(resolved) for _, _, resolved in named))
+
+    def _fixed(self, resolved: ResolvedObservation) -> np.ndarray | None:
+        ends = [self.prompt + 1 if b is None else b for _, b in resolved.rows]
+        in_prompt = max(ends, default=0) <= self.prompt and not resolved.token_ids
+        return wanted_positions(resolved, self.prompt, ()) if in_prompt else None
 
 
-@dataclass
 class Collector:
     """Accumulates the rows of one sample of a request, whose positions are below ``end``."""
 
-    context: Context
-    end: int
-    rows: dict[int, Rows] = field(default_factory=dict)
-    blocks: list[tuple[Block, int]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    unfit: list[str] = field(default_factory=list)
-    observed: dict[str, Observed] | None = None
+    __slots__ = ("blocks", "context", "end", "failures", "observed", "result", "rows", "unfit")
 
-    def lay_out(self) -> dict[str, Observed]:
-        """What the result will hold, without rows. Done while the engine computes, where there is time: what
-        is left to the last token of a batch holds all of it up."""
-        self.observed = {
-            name: describe(definition, resolved, lane)
-            for (name, definition, resolved), lane in zip(
-                self.context.observations, self.context.lanes, strict=True
-            )
-        }
-        return self.observed
+    def __init__(self, context: Context, end: int) -> None:
+        self.context, self.end = context, end
+        self.rows: dict[int, Rows] = {}
+        self.blocks: list[tuple[Block, int]] = []
+        self.failures: list[str] = []
+        self.unfit: list[str] = []
+        self.observed: dict[str, Observed] = {}
+        self.result: HookResult | None = None
+
+    def lay_out(self) -> HookResult:
+        """The result as far as it is known. Done while the engine computes, where there is time: what is left
+        to the last token of a batch holds all of it up."""
+        context = self.context
+        if self.result is None:
+            self.observed = {
+                name: describe(definition, resolved, lane)
+                for (name, definition, resolved), lane in zip(
+                    context.observations, context.lanes, strict=True
+                )
+            }
+            self.result = self._result({}, {})
+        for index in [*self.rows]:
+            wanted = context.fixed[index]
+            if wanted is None or not self.rows[index].are_at(wanted):
+                continue
+            if self._put_in(index, wanted):
+                self.observed[context.observations[index][0]].values = _NOTHING
+        return self.result
+
+    def _result(self, scores: Mapping[str, Score], errors: Mapping[str, str]) -> HookResult:
+        spans = {name: list(ranges) for name, ranges in self.context.spans}
+        return HookResult(self.observed, scores, errors=errors, programs=self.context.programs, spans=spans)
 
     def guard(self, act: Callable[..., None], *args: Any) -> None:
         """Rows that do not fit are an error of their request; the front end serves others too."""
@@ -111,8 +131,6 @@ class Collector:
         self.unfit.append(f"failed in the front end: {type(error).__name__}: {error}")
 
     def add(self, records: Sequence[Record | str]) -> None:
-        if self.observed is None:
-            self.lay_out()
         for record in records:
             if isinstance(record, str):
                 self.failures.append(record)
@@ -123,18 +141,10 @@ class Collector:
     def join(self, block: Block, member: int) -> None:
         """Rows of this request will be in a block that it shares."""
         self.blocks.append((block, member))
-        if self.observed is None:
-            self.lay_out()
-        self._take_closed()
-
-    def leave(self, block: Block) -> None:
-        """A block is full or over, which happens to all of its members at once, most often because some end
-        and the others wait for that. So its rows are taken later, but of few blocks: they hold rows of
-        others."""
         self._take_closed()
 
     def _take_closed(self) -> None:
-        """Keep few blocks. (One that a neighbour took its rows from is closed without our being told.)"""
+        """Keep few blocks: they hold rows of others."""
         if len(self.blocks) > BLOCKS_KEPT * len(self.context.observations):
             for closed in {id(b): b for b, _ in self.blocks if b.closed}.values():
                 self._take(closed)
@@ -148,6 +158,8 @@ class Collector:
     def _from_blocks(self, index: int) -> None:
         """Take over what came of one observation so far, and what came before that of others that share its
         blocks: of a position that was run twice the last row counts."""
+        if not self.blocks:
+            return
         last = max((n for n, (b, i) in enumerate(self.blocks) if b.members[i][1] == index), default=-1)
         for block in {id(b): b for b, _ in self.blocks[: last + 1]}.values():
             self._take(block)
@@ -156,48 +168,50 @@ class Collector:
         index = record.index
         if index not in self.rows:
             _, _, resolved = self.context.observations[index]
-            most = most_rows(resolved, len(self.context.prompt_ids), self.end)
+            most = most_rows(resolved, self.context.prompt, self.end)
             self.rows[index] = Rows(most, same_width=self.context.lanes[index].site != "attention")
         self.rows[index].add(record)
 
     def _all_rows(self, index: int) -> tuple[np.ndarray, Tensor] | None:
         """Positions and rows of one observation, in the order in which they came, in memory of their own."""
         if index not in self.rows:
-            parts = [block.rows(i) for block, i in self.blocks if block.members[i][1] == index]
-            if not parts:
-                return None
-            positions = np.concatenate([p for p, _ in parts]) if len(parts) > 1 else parts[0][0]
-            return positions, torch.cat([values for _, values in parts], dim=1)
+            parts = [(block, i) for block, i in self.blocks if block.members[i][1] == index]
+            return Block.last(parts) if parts else None
         self._from_blocks(index)
         return self.rows.pop(index).joined()
 
     def finish(self, token_ids: Sequence[int], aborted: bool) -> HookResult:
         """The result for the tokens that were kept. Never raises: what is wrong is in ``errors``."""
-        context = self.context
-        observed = self.lay_out() if self.observed is None else self.observed
+        result = self.lay_out()
+        context, observed = self.context, self.observed
         errors: dict[str, str] = {}
         for index, (name, _, resolved) in enumerate(context.observations):
-            found = observed[name]
-            wanted = wanted_positions(resolved, context.prompt_ids, token_ids)
-            try:
-                values, missing = assemble(self._all_rows(index), wanted, context.lanes[index])
-            except Exception as error:
-                self._failed(error)
-                values, missing = None, wanted.tolist()
-            found.positions = wanted.tolist()
-            found.values = values if values is not None else _no_rows(found)
-            if missing:
+            if observed[name].values is not _NOTHING:
+                continue
+            if missing := self._put_in(index, wanted_positions(resolved, context.prompt, token_ids)):
                 errors[name] = self._why(missing, aborted)
         self.blocks.clear()
         self.rows.clear()
         if self.failures and context.edits is not None:
             for use in context.uses:
                 errors.setdefault(use.program.name, f"interventions may not have acted: {self.failures[0]}")
-        scores, failed = score_all(context.uses, observed, errors)
-        spans = {name: list(ranges) for name, ranges in context.spans}
-        result = HookResult(observed, scores, errors=errors | failed, programs=context.programs, spans=spans)
-        apply_tags(context.uses, result)
+        if context.judged or errors:
+            scores, failed = score_all(context.uses, observed, errors)
+            result = self._result(scores, errors | failed)
+            apply_tags(context.uses, result)
         return result
+
+    def _put_in(self, index: int, wanted: np.ndarray) -> list[int]:
+        """The rows of an observation take their place in the result. Those of ``wanted`` that are missing."""
+        found = self.observed[self.context.observations[index][0]]
+        try:
+            values, missing = assemble(self._all_rows(index), wanted, self.context.lanes[index])
+        except Exception as error:
+            self._failed(error)
+            values, missing = None, wanted.tolist()
+        found.positions = wanted.tolist()
+        found.values = values if values is not None else _no_rows(found)
+        return missing
 
     def _why(self, missing: list[int], aborted: bool) -> str:
         cause = "; ".join(dict.fromkeys([*self.failures, *self.unfit])) or (
@@ -218,11 +232,9 @@ def most_rows(resolved: ResolvedObservation, prompt: int, end: int) -> int:
 _positions = lru_cache(maxsize=16)(positions_within)
 
 
-def wanted_positions(
-    resolved: ResolvedObservation, prompt_ids: Sequence[int], token_ids: Sequence[int]
-) -> np.ndarray:
-    """Positions asked for, among those that were fed to the model: the last token never is."""
-    prompt = len(prompt_ids)
+def wanted_positions(resolved: ResolvedObservation, prompt: int, token_ids: Sequence[int]) -> np.ndarray:
+    """Positions asked for, among those that were fed to the model: ``prompt`` tokens and those that were
+    generated but for the last."""
     fed = max(prompt + len(token_ids) - 1, prompt)
     wanted = _positions(resolved.rows, 0, fed)
     if not resolved.token_ids:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import RequestState
 
@@ -19,12 +20,14 @@ from .output import Collector, Context
 
 
 class Payload(dict):
-    """The resolved form of a request as plain data. Within the front end it also carries its context,
-    and what is held for it until all of its samples have ended; serializers see a dict."""
+    """The resolved form of a request as plain data. Within the front end it also carries its context, below
+    which position its rows lie (``end``), and what to call when all of its samples have ended, or when
+    nobody is left who could: what is held for it is given back once."""
 
     context: Context
-    release: Callable[[], Any]
+    end: int
     samples: int
+    give_back: Callable[[], None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Workers in other processes are sent what serializers see."""
@@ -40,14 +43,22 @@ class Payload(dict):
         if self.samples == 0:
             self.release()
 
+    def release(self) -> None:
+        give_back, self.give_back = self.give_back, None
+        if give_back is not None:
+            give_back()
+
+    __del__ = release
+
 
 class Receiver:
-    """Wraps one engine's output processor. ``end_of``: below which positions a request's rows lie."""
+    """Wraps one engine's output processor."""
 
-    def __init__(self, outputs: Any, end_of: Callable[[Context, SamplingParams], int]) -> None:
-        self._outputs, self._end_of = outputs, end_of
+    def __init__(self, outputs: Any) -> None:
+        self._outputs = outputs
         self._blocks = Blocks()
         self._running: dict[str, Payload] = {}
+        self._new: list[Collector] = []  # requests, or rows of them, that came since the last step
         self._add_request = outputs.add_request
         self._process_outputs = outputs.process_outputs
         self._abort_requests = outputs.abort_requests
@@ -61,10 +72,11 @@ class Receiver:
         data = (params.extra_args or {}).get(PAYLOAD_KEY) if params is not None else None
         if data is None:
             return self._add_request(request, *args, **kwargs)
-        collector = Collector(data.context, self._end_of(data.context, params))  # if it fails, nobody waits
+        collector = Collector(data.context, data.end)  # if it fails, nobody waits
         out = self._add_request(request, *args, **kwargs)
         state = self._outputs.request_states[request.request_id]
         state._vllm_hook = collector
+        self._new.append(collector)
         self._running[request.request_id] = data
         if params.stop or params.output_kind == RequestOutputKind.FINAL_ONLY:
             _give_result(state)  # the front end may end it at any token, or makes no output before
@@ -87,19 +99,21 @@ class Receiver:
                 self._running.pop(request_id).ended()
 
     def _share(self, chunks: Sequence[Chunk]) -> None:
-        """Rows of many requests: each is told once in which block its own will be, and given them when
-        that is over. What ended is passed over."""
-        if not chunks:
-            return
-        new, over = self._blocks.add(chunks)
-        for block in new:
+        """Rows of many requests. Small ones: each is told once in which block its own will be. Others: each
+        is given its own at once. What ended is passed over."""
+        for chunk in chunks:
+            for req_id, record in () if chunk.small else chunk.records():
+                self._give(req_id, [record])
+        small = [chunk for chunk in chunks if chunk.small]
+        for block in self._blocks.add(small) if small else ():
             for member, (req_id, _) in enumerate(block.members):
                 if (own := self._collector(req_id)) is not None:
                     own.guard(own.join, block, member)
-        for block in over:
-            for req_id in dict.fromkeys(req_id for req_id, _ in block.members):
-                if (own := self._collector(req_id)) is not None:
-                    own.guard(own.leave, block)
+
+    def _give(self, request_id: str, records: Sequence[Record | str]) -> None:
+        if (own := self._collector(request_id)) is not None:
+            own.guard(own.add, records)
+            self._new.append(own)
 
     def _collector(self, request_id: str) -> Collector | None:
         """None if it has ended, even if a request without programs has its id now."""
@@ -113,6 +127,9 @@ class Receiver:
                 _give_result(state)
         out = self._process_outputs(outputs, *args, **kwargs)
         self._ended([output.request_id for output in outputs])
+        new, self._new = self._new, []
+        for collector in new:
+            collector.lay_out()
         return out
 
     def _take(self, output: Any) -> bool:
@@ -125,9 +142,8 @@ class Receiver:
         rest = {key: value for key, value in extra.items() if key != PAYLOAD_KEY}
         output.kv_transfer_params = rest or None
         self._share([r for r in rows if isinstance(r, Chunk)])
-        own = [r for r in rows if not isinstance(r, Chunk)]
-        if own and (collector := self._collector(output.request_id)) is not None:
-            collector.guard(collector.add, own)
+        if own := [r for r in rows if not isinstance(r, Chunk)]:
+            self._give(output.request_id, own)
         return AHEAD_KEY not in extra
 
 
@@ -141,8 +157,9 @@ def _received(rows: list[Any], payload: Tensor | None) -> list[Record | Chunk | 
 def _rows(key: Any, positions: np.ndarray, values: Tensor) -> Record | Chunk:
     if isinstance(key, int):
         return Record(key, positions, values)
+    chunk = Chunk(tuple((req_id, index) for req_id, index in key), positions, values)
     # The payload may hold rows of one request besides, which the others need not keep.
-    return Chunk(tuple((req_id, index) for req_id, index in key), positions, values.clone())
+    return replace(chunk, values=values.clone()) if chunk.small else chunk
 
 
 class _Giving(RequestState):

@@ -13,7 +13,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import EngineCoreOutput
 
 from .. import wire
-from ..runtime.requests import AHEAD_KEY, PAYLOAD_KEY
+from ..runtime.requests import AHEAD_KEY, PAYLOAD_KEY, unpacked
 from ..runtime.rows import Chunk, Record, in_line
 from .runner import OUTPUT_KEY
 from .settings import raw_config
@@ -157,8 +157,8 @@ def _plain(rows: Record | Chunk | str) -> wire.Row | str:
 def cache_limit(request: Any) -> int | None:
     """How many tokens may be read from the prefix cache: up to the first prompt position to be run."""
     params = request.sampling_params
-    data = (params.extra_args or {}).get(PAYLOAD_KEY) if params is not None else None
-    if not data or data["floor"] is None:
+    data = unpacked(params.extra_args) if params is not None else None
+    if data is None or data["floor"] is None:
         return None
     seen: int = getattr(request, _SEEN, 0)
     if seen >= request.num_prompt_tokens:
@@ -179,8 +179,8 @@ def edit_key(request: Any, end: int) -> tuple[str, str] | None:
 def _edit_of(request: Any) -> Any:
     """The interventions of a request as they travel, or None."""
     params = request.sampling_params if request is not None else None
-    data = (params.extra_args or {}).get(PAYLOAD_KEY) if params is not None else None
-    return data["edit"] if data else None
+    data = unpacked(params.extra_args) if params is not None else None
+    return data["edit"] if data is not None else None
 
 
 def _key_blocks_by_edits() -> None:

@@ -25,10 +25,6 @@ from .rows import Chunk, Record
 from .shard import Shard
 from .transfer import Transfer
 
-#: Rows of at most this many bytes travel together with those of other requests. A request keeps the
-#: rows of its neighbours until it ends, so this is not for large ones.
-SMALL_ROW = 512
-
 
 @dataclass(frozen=True)
 class Taken:
@@ -95,8 +91,8 @@ def collect(
 
 
 def split(taken: Sequence[Taken]) -> tuple[dict[str, list[Record]], list[Chunk]]:
-    """Rows of a step from values on the host: by request id; and of many requests together, where they
-    are small."""
+    """Rows of a step from values on the host: by request id; and of many requests together, where each has
+    one."""
     records: dict[str, list[Record]] = {}
     chunks = []
     for t in taken:
@@ -124,15 +120,17 @@ def _by_piece(t: Taken) -> Sequence[Tensor]:
 
 
 def _chunk(t: Taken) -> Chunk | None:
-    """Small rows of a decode step, one for each request."""
+    """One row of each of many requests."""
     plan, values = t.lane_plan, t.values
     n = len(plan.pieces)
-    if not plan.decode or values is None or n < 2 or len(set(t.shapes)) > 1:
+    if values is None or n < 2 or n != len(plan.positions) or len(set(t.shapes)) > 1:
         return None
-    if values.numel() * values.element_size() > n * SMALL_ROW or plan.lane.site == "attention":
+    if plan.lane.site == "attention":  # as many keys as positions: alike by chance
         return None
     rows = values.view(n, *t.shapes[0]).squeeze(2) if t.shapes else values.movedim(1, 0)
-    return Chunk(plan.members, plan.positions, rows.clone())  # pinned memory is for the next steps
+    chunk = Chunk(plan.members, plan.positions, rows)
+    # Pinned memory is for the next steps.
+    return replace(chunk, values=rows.clone()) if t.lent or chunk.small else chunk
 
 
 def _stream_or_heads(

@@ -42,8 +42,8 @@ class Piece(NamedTuple):
 @dataclass(frozen=True)
 class LanePlan:
     """``index[table]`` finds the lane's rows, in the order of its pieces, in buffers that follow a table.
-    ``positions`` are those of all rows; ``decode``: one row of each piece, of a token that was generated;
-    then ``members`` are (request, index of the observation) of each."""
+    ``positions`` are those of all rows; ``members`` are (request, index of the observation) of each piece;
+    ``decode``: each has one row, of a token that was generated."""
 
     lane: Lane
     pieces: tuple[Piece, ...]
@@ -178,22 +178,17 @@ def make_plan(view: BatchView, states: Mapping[str, RequestState]) -> StepPlan |
         if first >= state.end:
             continue
         low = max(first, state.skip_below)
-        single = low + 1 == stop
         for watch in state.watches:
-            at: Any = low
-            if single:
-                if not any(a <= low and (b is None or low < b) for a, b in watch.rows):
-                    continue
-            else:
-                at = positions_within(watch.rows, low, stop)
-                if not at.size:
-                    continue
+            at = _wanted_within(watch.rows, low, stop)
+            if at is None:
+                continue
             wanted = found.get(watch.lane)
             if wanted is None:
                 wanted = found[watch.lane] = _Wanted()
+            single = isinstance(at, int)
             wanted.entries.append((req_id, i, watch, at, start - first))
             wanted.several |= not single
-            wanted.decode &= first >= state.prompt and (single or at.size == 1)
+            wanted.decode &= first >= state.prompt and single
     if not found:
         return None
     positions = {lane: wanted.positions() for lane, wanted in found.items()}
@@ -202,9 +197,25 @@ def make_plan(view: BatchView, states: Mapping[str, RequestState]) -> StepPlan |
     for lane, wanted in found.items():
         own, rows = positions[lane]
         index = {t: _locate(rows, tables[t]) for t in {table_of[key] for key in lane.taps}}
-        members = tuple([(r, w.index) for r, _, w, _, _ in wanted.entries]) if wanted.decode else ()
+        members = tuple([(r, w.index) for r, _, w, _, _ in wanted.entries])
         lanes.append(LanePlan(lane, wanted.pieces(), index, own, wanted.decode, members))
     return StepPlan(tuple(tables), table_of, tuple(lanes))
+
+
+def _wanted_within(ranges: Ranges, low: int, high: int) -> int | np.ndarray | None:
+    """The position of ``ranges`` within [low, high), or positions if there are several."""
+    if len(ranges) == 1 or low + 1 == high:  # most steps: no array is made for each request
+        for a, b in ranges:
+            a, b = max(a, low), high if b is None else min(b, high)
+            if a + 1 == b:
+                return a
+            if a < b:
+                return np.arange(a, b, dtype=np.int32)
+        return None
+    at = positions_within(ranges, low, high)
+    if at.size > 1:
+        return at
+    return int(at[0]) if at.size else None
 
 
 def positions_within(ranges: Ranges, low: int, high: int) -> np.ndarray:

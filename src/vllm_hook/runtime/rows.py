@@ -8,7 +8,7 @@ the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,51 +38,102 @@ class Record:
         return self if self.alone else replace(self, values=_own(self.values), alone=True)
 
 
+#: Rows of at most this many bytes stay together with those of other requests until a request ends.
+SMALL_ROW = 512
+
+
 @dataclass(frozen=True)
 class Chunk:
-    """Small rows of many requests from one decode step, one for each of ``members`` (request, index of the
-    observation). positions: [members]; values: [members, layers or heads, ...] as in a record."""
+    """Rows of many requests from one step, one for each of ``members`` (request, index of the observation),
+    which leave the engine as one piece. positions: [members]; values: [members, layers or heads, ...] as in
+    a record."""
 
     members: tuple[tuple[str, int], ...]
     positions: np.ndarray
     values: Tensor
 
+    @property
+    def small(self) -> bool:
+        return self.values.nbytes <= len(self.members) * SMALL_ROW
+
+    def records(self) -> Iterator[tuple[str, Record]]:
+        """Each request and its row, in memory of its own."""
+        for i, ((req_id, index), row) in enumerate(zip(self.members, self.values.unbind(), strict=True)):
+            yield req_id, Record(index, self.positions[i : i + 1], row.unsqueeze(1).clone(), alone=True)
+
 
 #: Steps after which the members of a block are given their rows: none keeps the others' for long.
 BLOCK_STEPS = 64
+#: Members that leave a block one by one. If more do, most often all end together.
+ONE_BY_ONE = 4
 
 
 class Block:
-    """Chunks of successive steps with the same members: what a step costs does not grow with them."""
+    """Small chunks of successive steps with the same members: what a step costs does not grow with them.
+    Closed once somebody took its rows: nothing is added then."""
 
     def __init__(self, members: tuple[tuple[str, int], ...]) -> None:
         self.members = members
         self.closed = False
         self._positions: list[np.ndarray] = []
         self._values: list[Tensor] = []
-        self._whole: tuple[np.ndarray, Sequence[Tensor]] | None = None
+        self._whole: tuple[np.ndarray, Tensor] | None = None
+        self._left = 0
+        self._joined: tuple[list[Block], np.ndarray, list[Tensor | None]] | None = None
 
     def add(self, chunk: Chunk) -> None:
         self._positions.append(chunk.positions)
         self._values.append(chunk.values)
         self.closed = len(self._values) == BLOCK_STEPS
 
-    def rows(self, i: int) -> tuple[np.ndarray, Tensor]:
-        """Positions and rows [layers, steps, ...] of the i-th member, a view of what all members share.
-        Nothing is added afterwards."""
+    def whole(self) -> tuple[np.ndarray, Tensor]:
+        """Positions [members, steps] and rows [members, layers, steps, ...]."""
         self.closed = True
         if self._whole is None:
-            rows = torch.stack(self._values).movedim(0, 2).contiguous()  # [members, layers, steps, ...]
-            self._whole = np.stack(self._positions, axis=1), rows.unbind()
+            rows = torch.stack(self._values).movedim(0, 2).contiguous()
+            self._whole = np.stack(self._positions, axis=1), rows
             self._positions.clear()
             self._values.clear()
-        positions, rows_of = self._whole
-        return positions[i], rows_of[i]
+        return self._whole
 
     def record(self, i: int) -> Record:
-        """The same as a record, in memory of its own."""
-        positions, values = self.rows(i)
-        return Record(self.members[i][1], positions, values.clone(), alone=True)
+        """The rows of the i-th member in memory of its own."""
+        positions, rows = self.whole()
+        return Record(self.members[i][1], positions[i], rows[i].clone(), alone=True)
+
+    @staticmethod
+    def last(parts: Sequence[tuple[Block, int]]) -> tuple[np.ndarray, Tensor]:
+        """Positions and rows of a member that ends, in memory of its own, from all (block, place in it) that
+        it is in."""
+        *earlier, (block, i) = parts
+        block._left += 1
+        if block._left > ONE_BY_ONE and (found := block._of_all([b for b, _ in earlier])) is not None:
+            positions, rows = found
+            if (own := rows[i]) is not None:
+                rows[i] = None
+                return positions[i], own
+        each = [(k, *b.whole()) for b, k in parts]
+        positions = np.concatenate([p[k] for k, p, _ in each])
+        return positions, torch.cat([rows[k] for k, _, rows in each], dim=1)
+
+    def _of_all(self, earlier: list[Block]) -> tuple[np.ndarray, list[Tensor | None]] | None:
+        """Positions [members, steps] and the rows of each member, those in ``earlier`` blocks first: made for
+        all at once, if all are members there."""
+        found = self._joined
+        if found is None or found[0] != earlier:
+            parts = []
+            if any(len(block.members) < len(self.members) for block in earlier):
+                return None
+            for block in earlier:
+                place = {member: k for k, member in enumerate(block.members)}
+                if not all(member in place for member in self.members):
+                    return None
+                at = [place[member] for member in self.members]
+                parts.append(tuple(of[at] for of in block.whole()))
+            positions, rows = zip(*parts, self.whole(), strict=True)
+            each: list[Tensor | None] = [own.clone() for own in torch.cat(rows, dim=2).unbind()]
+            found = self._joined = earlier, np.concatenate(positions, axis=1), each
+        return found[1:]
 
 
 class Blocks:
@@ -91,28 +142,22 @@ class Blocks:
     def __init__(self) -> None:
         self._open: dict[tuple[tuple[str, int], ...], Block] = {}
 
-    def add(self, chunks: Sequence[Chunk]) -> tuple[list[Block], list[Block]]:
-        """Take the chunks of a step. Blocks that are new, and those that nothing will be added to: they are
-        closed."""
+    def add(self, chunks: Sequence[Chunk]) -> list[Block]:
+        """Take the small chunks of a step. The blocks that are new."""
         before, self._open = self._open, {}
-        new, over = [], []
+        new = []
         for chunk in chunks:
             # Several steps may come at once, where one had no output to travel with.
             block = self._open.pop(chunk.members, None) or before.pop(chunk.members, None)
-            if block is not None and block.closed:  # somebody took its rows
-                over.append(block)
-                block = None
-            if block is None:
+            if block is None or block.closed:  # somebody took its rows
                 block = Block(chunk.members)
                 new.append(block)
             block.add(chunk)
-            if block.closed:
-                over.append(block)
-            else:
+            if not block.closed:
                 self._open[chunk.members] = block
         for block in before.values():
             block.closed = True
-        return new, [*before.values(), *over]
+        return new
 
 
 def in_line(records: Sequence[Record | Chunk | str]) -> list[Record | Chunk | str]:
@@ -156,6 +201,10 @@ class Rows:
                 self._put(part)
             self._parts.clear()
         self._put(values)
+
+    def are_at(self, positions: np.ndarray) -> bool:
+        """Whether all rows that came are those, in order."""
+        return len(self._positions) == 1 and np.array_equal(self._positions[0], positions)
 
     def joined(self) -> tuple[np.ndarray, Tensor]:
         """Positions in the order in which they came, and their rows on dim 1."""
