@@ -1,6 +1,7 @@
 """Reranking against Hugging Face, windows, and engines that hold only the first layers."""
 
 import json
+from functools import lru_cache
 
 import pytest
 import torch
@@ -49,17 +50,20 @@ class HuggingFace:
         rows = tokens(f"{asked}\n\nQuery: {query}")
         return encoded["input_ids"], [tokens(d) for d in documents], rows
 
-    def attention(self, ids, rows, heads):
+    @lru_cache(maxsize=2)  # noqa: B019
+    def attention(self, query, documents):
+        """Of every head, the mean over the rows of the query."""
+        ids, places, rows = self.prompt(query, documents)
         with torch.no_grad():
             layers = self.model(torch.tensor([ids]), output_attentions=True).attentions
-        heads = heads or [(y, h) for y in range(len(layers)) for h in range(layers[0].shape[1])]
-        return sum(layers[y][0, h, rows].double().mean(0) for y, h in heads)
+        return [layer[0][:, rows].double().mean(1) for layer in layers], places
 
     def scores(self, query, documents, heads):
-        ids, places, rows = self.prompt(query, documents)
-        tok = self.attention(ids, rows, heads)
-        ids, _, rows = self.prompt("N/A", documents)
-        nothing = self.attention(ids, rows, heads)
+        layers, places = self.attention(query, tuple(documents))
+        empty, _ = self.attention("N/A", tuple(documents))
+        heads = heads or [(y, h) for y, layer in enumerate(layers) for h in range(len(layer))]
+        tok = sum(layers[y][h] for y, h in heads)
+        nothing = sum(empty[y][h] for y, h in heads)
         scores = []
         for place in places:
             c = [float(tok[i] - nothing[i]) for i in place]
@@ -88,7 +92,7 @@ def agree(hits, want, rel=1e-3):
 @pytest.mark.model
 def test_smollm2_scores_are_those_of_hugging_face(smollm2_path):
     reference = HuggingFace(smollm2_path)
-    whole = {**TINY_ENGINE, "max_model_len": 2048, "max_num_batched_tokens": 2048, "enforce_eager": False}
+    whole = {**TINY_ENGINE, "max_model_len": 2048, "max_num_batched_tokens": 2048}
     llm = reranking.engine(
         str(smollm2_path), HEADS, whole=True, **whole, arm={"attention": {"layers": "all", "rows": "all"}}
     )
