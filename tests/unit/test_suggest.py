@@ -59,7 +59,20 @@ def test_every_look_up_suggests(wrong, right):
         ),
         (
             {"intervene": {"e": {"site": "q", "method": "ablate", "vector": "v", "strength": 1.0}}},
-            "intervene.e.strength: unknown key here: it belongs to another method or kind",
+            "intervene.e.strength: is not a key of method ablate; its keys: site, layers, heads, positions,",
+        ),
+        (
+            {"intervene": {"e": {"site": "attention", "method": "attend", "positions": "all"}}},
+            "positions: is not a key of method attend; its keys: method, site, layers, heads, rows, keys,",
+        ),
+        (
+            {"spans": {"s": {"token": [0, 5]}}},
+            "spans.s: not a span; write {message: role}, {between: [a, b]}, {text: words} or "
+            "{tokens: [a, b]}; 'token' is none of these keys, did you mean 'tokens'?",
+        ),
+        (
+            {"spans": {"s": {"text": "a", "index": 1}}},
+            "spans.s.index: unknown key here: it belongs to another",
         ),
         ({"intervene": {"e": {"site": "q"}}}, "intervene.e.method: is required: one of add, clamp"),
         ({"intervene": {"e": 3}}, "intervene.e: not an edit; write {site: .., method: ..,"),

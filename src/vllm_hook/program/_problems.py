@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..errors import Problem
 from ..suggest import closest, did_you_mean, unknown
-from ._types import METHODS, Word
+from ._types import METHODS, SPAN_KINDS, Word
 
 Path = tuple["str | int", ...]
 
@@ -46,13 +46,17 @@ def clean_path(loc: Sequence[str | int], data: Any) -> Path:
     return tuple(path)
 
 
-def known_keys(model: type[BaseModel], path: Path) -> list[str]:
-    """The keys that may stand where ``path`` ends: those of every kind of section that fits there."""
+def known_keys(model: type[BaseModel], path: Path, method: Any = None) -> list[str]:
+    """The keys that may stand where ``path`` ends: those of every kind of section that fits there, of edits
+    only those of ``method``, if it is given."""
     here = [model]
     for part in path[:-1]:
         fields = [f for m in here for name, f in m.model_fields.items() if part in (name, f.alias)]
         # An id or an index is no field: it stays with the sections of which there are several.
         here = [m for f in fields for m in _models(f.annotation)] or here
+    if method is not None:
+        own = [(m, m.model_fields.get("method")) for m in here]
+        here = [m for m, field in own if field is not None and method in get_args(field.annotation)] or here
     return list(dict.fromkeys(f.alias or name for m in here for name, f in m.model_fields.items()))
 
 
@@ -64,22 +68,24 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models(part)
 
 
-def _key_message(name: str, keys: Sequence[str]) -> str:
+def _key_message(name: str, keys: Sequence[str], method: Any, of_method: Sequence[str]) -> str:
+    if name in keys and method is not None:
+        return f"is not a key of method {method}; its keys: {', '.join(of_method)}"
     if name in keys:
-        return "unknown key here: it belongs to another method or kind"
+        return "unknown key here: it belongs to another kind"
     meant = did_you_mean(name, keys)
     return f"unknown key{meant}" if meant or not keys else f"unknown key; known keys: {', '.join(keys)}"
 
 
-def _message(error: Mapping[str, Any], keys: Sequence[str], name: str) -> str:
+def _message(error: Mapping[str, Any]) -> str:
     kind, value = error["type"], error.get("input")
     if kind == "missing":
         return _REQUIRED
-    if kind == "extra_forbidden":
-        return _key_message(name, keys)
     if kind == "method":
         return _method_message(value)
     message = str(error["msg"])
+    if kind == "span" and isinstance(value, Mapping):
+        return message + "".join(f"; {key!r} is none of these keys{_meant(key)}" for key in value)
     if kind == "selector":
         return message + (did_you_mean(value, get_args(Word)) if isinstance(value, str) else "")
     if isinstance(value, bool) and kind in ("string_type", "literal_error"):
@@ -91,6 +97,10 @@ def _message(error: Mapping[str, Any], keys: Sequence[str], name: str) -> str:
     elif value is None and kind != "program":
         message += ", got nothing"
     return message
+
+
+def _meant(key: Any) -> str:
+    return did_you_mean(str(key), SPAN_KINDS).replace(";", ",")
 
 
 def _method_message(edit: Any) -> str:
@@ -124,8 +134,12 @@ def problems_of(
         path = clean_path(item["loc"], data)
         if item["type"] == "method" and isinstance(item["input"], Mapping):
             path = (*path, "method")
-        keys = known_keys(model, path) if model is not None else []
-        message = _message(item, keys, str(path[-1]) if path else "")
+        message = _message(item)
+        if item["type"] == "extra_forbidden" and model is not None:
+            method = _method_at(data, path[:-1])
+            message = _key_message(
+                str(path[-1]), known_keys(model, path), method, known_keys(model, path, method)
+            )
         found.append(Problem(format_path((*prefix, *path)), message, line(path)))
     if model is not None and (meant := _with_methods_meant(items, data)) is not None:
         try:
@@ -134,6 +148,14 @@ def problems_of(
             told = problems_of(more, meant, model, line, prefix)
             found += [p for p in told if p not in found and p.message != _REQUIRED]
     return found
+
+
+def _method_at(data: Any, path: Path) -> Any:
+    """The method of the edit that stands there; None if there is no edit with a method."""
+    for part in path:
+        data = data[part]
+    method = data.get("method") if isinstance(data, Mapping) else None
+    return method if method in METHODS else None
 
 
 def _with_methods_meant(items: Sequence[Any], data: Any) -> Any:

@@ -25,6 +25,8 @@ from pydantic_core import PydanticCustomError
 from ..sites import SITES
 from ..suggest import unknown
 
+#: A span has one of these keys.
+SPAN_KINDS = ("message", "between", "text", "tokens")
 METHODS = ("add", "clamp", "ablate", "rotate", "sae", "affine", "attend")
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"

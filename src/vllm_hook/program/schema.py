@@ -13,6 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, mode
 
 from ._types import (
     METHODS,
+    SPAN_KINDS,
     Flag,
     GeneratedRange,
     Heads,
@@ -97,7 +98,7 @@ class TokensSpan(Section):
 
 
 def _span_tag(value: Any) -> str | None:
-    return key_tag(("message", "between", "text", "tokens"), value)
+    return key_tag(SPAN_KINDS, value)
 
 
 Span = Annotated[
@@ -107,7 +108,7 @@ Span = Annotated[
     | Annotated[TokensSpan, Tag("<tokens>")],
     Discriminator(
         _span_tag,
-        custom_error_type="program",
+        custom_error_type="span",
         custom_error_message=(
             "not a span; write {message: role}, {between: [a, b]}, {text: words} or {tokens: [a, b]}"
         ),
