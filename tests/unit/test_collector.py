@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hook.engine.output import BLOCKS_KEPT, Collector
+from vllm_hook.engine.output import BLOCKS_KEPT, Collector, Context, Use
 from vllm_hook.program.resolve import ResolvedObservation
 from vllm_hook.runtime import rows as rows_module
 from vllm_hook.runtime.requests import Lane
@@ -138,6 +138,38 @@ def test_many_that_end_together_are_joined_at_once(monkeypatch, twice):
     for result in results:
         for found in result.observed.values():
             assert found.values.untyped_storage().nbytes() == found.values.nbytes
+
+
+def test_members_that_end_together_and_came_one_after_the_other(monkeypatch):
+    """Some are in blocks that others are not in, of as many members."""
+    monkeypatch.setattr(rows_module, "ONE_BY_ONE", 0)
+    front = Front(range(4))
+    for order in ([0, 1], [2, 3], [1, 2, 3, 0], [0, 1, 2, 3]):
+        front.step(order)
+    for r in (3, 0, 2, 1):
+        front.end(r)
+    front = Front(range(4))
+    for order in ([0, 1], [0, 2], [1, 2], [1, 2]):
+        front.step(order)
+    front.end(2)
+    front.end(1)
+
+
+def test_what_a_context_says_of_the_prompt_and_of_scores():
+    def context(rows, token_ids=frozenset(), analyses=(), rules=()):
+        resolved = ResolvedObservation("o", rows, token_ids, ())
+        program = SimpleNamespace(
+            name="p", observations=(SimpleNamespace(id="o", site="q"),), analyses=analyses, rules=rules
+        )
+        return Context((Use(program, "d", SimpleNamespace(observations=(resolved,), spans={})),), LANES, 6)
+
+    (fixed,) = context(((2, 3), (5, 6))).fixed
+    assert fixed.tolist() == [2, 5]
+    for told in (context(((2, None),)), context(((2, 7),)), context(((2, 3),), frozenset({4}))):
+        assert told.fixed == (None,)
+        assert not told.judged
+    assert context(((2, 3),), analyses=("a",)).judged
+    assert context(((2, 3),), rules=("r",)).judged
 
 
 def test_few_blocks_are_kept_whoever_closes_them():

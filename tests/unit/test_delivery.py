@@ -27,8 +27,10 @@ class Collected(list):
     def join(self, block: Block, member: int) -> None:
         self.append((block, member))
 
+    laid_out = 0
+
     def lay_out(self) -> None:
-        pass
+        self.laid_out += 1
 
 
 class Front:
@@ -107,6 +109,7 @@ def test_large_rows_of_many_requests_are_one_message_and_belong_to_each():
     front.process_outputs(transferred(step[0]))
     for req_id, i in (("a", 0), ("b", 2)):
         (got,) = front.collected(req_id)
+        assert front.collected(req_id).laid_out == 1
         assert got.positions.tolist() == [7 + i]
         assert torch.equal(got.values, rows[i][:, None])
         assert got.values.untyped_storage().nbytes() == got.values.nbytes
@@ -142,6 +145,8 @@ def test_small_rows_need_no_output_of_their_own(known):
     assert len(front.seen) == 2
     if known:
         assert [type(r) for r in front.collected("a")] == [tuple, Record, Record]
+        kept = front.collected("b")[0][0]._values[0]  # without the rows of others that came with it
+        assert kept.untyped_storage().nbytes() == kept.nbytes
 
 
 def test_an_engine_in_this_process_hands_over_what_it_has():

@@ -18,13 +18,14 @@ from vllm_hook.ops.edit import HEADER_SIZE, RECORD_SIZE
 from vllm_hook.program.resolve import ResolvedObservation, union
 from vllm_hook.runtime import rows as rows_module
 from vllm_hook.runtime.buffers import SiteBank, site_bytes, tap_sites
-from vllm_hook.runtime.collect import collect, split
+from vllm_hook.runtime.collect import Taken, collect, split
 from vllm_hook.runtime.edit_bank import EditBank
-from vllm_hook.runtime.plan import BatchView, Planner, make_plan, positions_within
+from vllm_hook.runtime.plan import BatchView, LanePlan, Piece, Planner, make_plan, positions_within
 from vllm_hook.runtime.requests import (
     PAYLOAD_KEY,
     Lane,
     Tracker,
+    Watch,
     packed,
     payload,
     read_payload,
@@ -152,7 +153,14 @@ def check(engine, watches_of, lengths):
 
 
 ranges = (
-    st.lists(st.tuples(st.integers(0, 30), st.one_of(st.none(), st.integers(1, 40))), min_size=1, max_size=3)
+    st.one_of(
+        st.lists(
+            st.tuples(st.integers(0, 30), st.one_of(st.none(), st.integers(1, 40))), min_size=1, max_size=3
+        ),
+        st.lists(st.tuples(st.integers(0, 30), st.integers(1, 3)), min_size=2, max_size=6).map(
+            lambda short: [(a, a + n) for a, n in short]
+        ),
+    )
     .map(union)
     .filter(bool)
 )
@@ -243,6 +251,35 @@ def test_rows_of_many_requests_travel_together():
     engine.step([(r, 7, 1) for r in (2, 0)])
     engine.step([(2, 8, 1), (0, 8, 1), (1, 6, 1)])
     check(engine, watches, {0: 9, 1: 7, 2: 9})
+
+
+def taken_of(values, shapes=(), lane=LANES[0], lent=False):
+    """One row of each of two requests, as it came to the host."""
+    watch = Watch(0, lane, ((0, None),))
+    pieces = tuple(Piece(r, i, watch, i, i + 1) for i, r in enumerate("ab"))
+    positions = np.asarray([4, 9], dtype=np.int32)
+    plan = LanePlan(lane, pieces, {}, positions, members=(("a", 0), ("b", 0)))
+    return Taken(plan, values, shapes, lent=lent)
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_rows_of_many_requests_are_not_copied_unless_their_memory_is_used_again(lent):
+    values = torch.arange(2.0 * 3 * 100)
+    records, (chunk,) = split([taken_of(values, ((3, 1, 100),) * 2, lent=lent)])
+    assert records == {}
+    assert (chunk.values.data_ptr() == values.data_ptr()) != lent
+    assert torch.equal(chunk.values, values.view(2, 3, 100))
+    _, (chunk,) = split([taken_of(values[:6].view(3, 2))])
+    assert chunk.values.tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert chunk.values.untyped_storage().nbytes() == chunk.values.nbytes
+
+
+def test_dense_attention_leaves_request_by_request():
+    """It may have as many keys in two requests, but not in all of their steps."""
+    lane = Lane("attention", (1,), ((1, 0),))
+    records, chunks = split([taken_of(torch.arange(20.0), ((1, 1, 10),) * 2, lane)])
+    assert chunks == []
+    assert records["b"][0].values.tolist() == [[[*range(10, 20)]]]
 
 
 def test_a_block_is_closed_when_it_is_full_or_its_members_change(monkeypatch):

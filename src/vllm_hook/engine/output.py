@@ -84,7 +84,7 @@ class Context:
 class Collector:
     """Accumulates the rows of one sample of a request, whose positions are below ``end``."""
 
-    __slots__ = ("blocks", "context", "end", "failures", "observed", "result", "rows", "unfit")
+    __slots__ = ("__weakref__", "blocks", "context", "end", "failures", "observed", "result", "rows", "unfit")
 
     def __init__(self, context: Context, end: int) -> None:
         self.context, self.end = context, end
