@@ -62,7 +62,7 @@ class Chunk:
             yield req_id, Record(index, self.positions[i : i + 1], row.unsqueeze(1).clone(), alone=True)
 
 
-#: Steps after which the members of a block are given their rows: none keeps the others' for long.
+#: Steps that a block takes up. Its members keep few blocks, so none keeps the rows of others for long.
 BLOCK_STEPS = 64
 #: Members that leave a block one by one. If more do, most often all end together.
 ONE_BY_ONE = 4
