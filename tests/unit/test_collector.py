@@ -146,13 +146,13 @@ def test_members_that_end_together_and_came_one_after_the_other(monkeypatch):
     front = Front(range(4))
     for order in ([0, 1], [2, 3], [1, 2, 3, 0], [0, 1, 2, 3]):
         front.step(order)
-    for r in (3, 0, 2, 1):
-        front.end(r)
+    ended = [front.end(r) for r in (3, 0, 2, 1)]
+    assert [len(result.observed["o0"].positions) for result in ended] == [3, 3, 3, 3]
     front = Front(range(4))
     for order in ([0, 3], [0, 1, 2], [2, 1, 0]):
         front.step(order)
-    for r in (1, 2, 0):  # the last has a block more than the others
-        front.end(r)
+    ended = [front.end(r) for r in (1, 2, 0)]  # the last has a block more than the others
+    assert [len(result.observed["o0"].positions) for result in ended] == [2, 2, 3]
 
 
 def test_what_a_context_says_of_the_prompt_and_of_scores():
