@@ -92,20 +92,21 @@ class Collector:
         self.blocks: list[tuple[Block, int]] = []
         self.failures: list[str] = []
         self.unfit: list[str] = []
-        self.observed: dict[str, Observed] = {}
+        self.observed: dict[str, Observed] = {}  # once laid out
         self.result: HookResult | None = None
 
-    def lay_out(self) -> HookResult:
+    def lay_out(self) -> None:
         """The result as far as it is known. Done while the engine computes, where there is time: what is left
         to the last token of a batch holds all of it up."""
         context = self.context
-        if self.result is None:
+        if not self.observed:
             self.observed = {
                 name: describe(definition, resolved, lane)
                 for (name, definition, resolved), lane in zip(
                     context.observations, context.lanes, strict=True
                 )
             }
+        if self.result is None and not context.judged:
             self.result = self._result({}, {})
         for index in [*self.rows]:
             wanted = context.fixed[index]
@@ -113,7 +114,6 @@ class Collector:
                 continue
             if self._put_in(index, wanted):
                 self.observed[context.observations[index][0]].values = _NOTHING
-        return self.result
 
     def _result(self, scores: Mapping[str, Score], errors: Mapping[str, str]) -> HookResult:
         spans = {name: list(ranges) for name, ranges in self.context.spans}
@@ -182,8 +182,8 @@ class Collector:
 
     def finish(self, token_ids: Sequence[int], aborted: bool) -> HookResult:
         """The result for the tokens that were kept. Never raises: what is wrong is in ``errors``."""
-        result = self.lay_out()
-        context, observed = self.context, self.observed
+        self.lay_out()
+        context, observed, result = self.context, self.observed, self.result
         errors: dict[str, str] = {}
         for index, (name, _, resolved) in enumerate(context.observations):
             if observed[name].values is not _NOTHING:
@@ -195,7 +195,7 @@ class Collector:
         if self.failures and context.edits is not None:
             for use in context.uses:
                 errors.setdefault(use.program.name, f"interventions may not have acted: {self.failures[0]}")
-        if context.judged or errors:
+        if result is None or errors:
             scores, failed = score_all(context.uses, observed, errors)
             result = self._result(scores, errors | failed)
             apply_tags(context.uses, result)
